@@ -1,0 +1,27 @@
+// Which instance of the matrix product runs, and with what ring. Nothing here changes a result:
+// every instance walks one chain of k16 steps over the whole of K for each output.
+#pragma once
+
+#include "../kernels.h"
+
+namespace minivllm::cuda {
+
+struct GemmConfig {
+  int warpgroups;    // 1 or 2: 64 or 128 tokens a tile
+  int columns;       // rows of the weight, columns of the output, a tile
+  int stage_blocks;  // k-blocks of 64 in a stage of the ring: 1, or 4 (2 for 64 columns) where it
+                     // divides k / 64
+  int ring_bytes;    // at most this much shared memory for the ring; at least two stages are taken
+  int ctas_per_sm;   // bound of the persistent grid
+};
+
+// The instances that are compiled.
+constexpr int kGemmColumns[2][9] = {{16, 24, 32, 48, 64, 96, 128, 192, 256},
+                                    {32, 48, 64, 96, 128, 192, 256, 0, 0}};
+
+GemmConfig choose_gemm_config(const LinearParams& p, int num_sms);
+
+void launch_gemm_bf16(const LinearParams& p, const GemmConfig& config, Stream stream);
+void launch_gemm_fp16(const LinearParams& p, const GemmConfig& config, Stream stream);
+
+}  // namespace minivllm::cuda

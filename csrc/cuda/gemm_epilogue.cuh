@@ -1,0 +1,117 @@
+// From wgmma's float accumulators to the output: bias, residual or SiLU in float, one rounding.
+//
+// Tiles of one warpgroup, or of few columns, are stored from the registers that hold them. Wide
+// tiles of two warpgroups go through shared memory in chunks of 128 bytes a row and leave by bulk
+// copies, which clip at the matrix' edges and run while the next tile is multiplied.
+#pragma once
+
+#include "common.cuh"
+#include "sm90.cuh"
+
+namespace minivllm::cuda::gemm {
+
+struct Output {
+  void* out;         // [num_tokens, n], rows stride apart; n / 2 columns for kSiluMul
+  const void* bias;  // [n]; may be null
+  int64_t stride;
+  int num_tokens, n;
+  Epilogue epilogue;
+  bool is_float;  // out is float32, else T
+};
+
+// Where a thread's accumulators belong. It holds two rows, 8 apart, and of every 8 columns the pair
+// 2 * (lane % 4).
+struct Place {
+  int token;   // first of the warpgroup's 64
+  int column;  // first of the tile
+  int warp;    // of the warpgroup
+  int lane;
+
+  __device__ int row() const { return 16 * warp + lane / 4; }  // in the warpgroup
+};
+
+__device__ __forceinline__ uint32_t pack(float low, float high, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+__device__ __forceinline__ uint32_t pack(float low, float high, __half) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+__device__ __forceinline__ float2 unpack(uint32_t pair, __nv_bfloat16) {
+  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+}
+__device__ __forceinline__ float2 unpack(uint32_t pair, __half) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+
+__device__ __forceinline__ float silu_mul(float gate, float up) {
+  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+}
+
+template <typename T, int kN>
+__device__ __forceinline__ void add_bias(float (&acc)[kN / 2], const Output& o, const Place& at) {
+  const T* bias = static_cast<const T*>(o.bias);
+#pragma unroll
+  for (int i = 0; i < kN / 8; ++i) {
+    const int column = at.column + 8 * i + 2 * (at.lane % 4);
+    if (column >= o.n) break;
+    const float2 b = unpack(*reinterpret_cast<const uint32_t*>(bias + column), T{});
+    acc[4 * i] += b.x;
+    acc[4 * i + 1] += b.y;
+    acc[4 * i + 2] += b.x;
+    acc[4 * i + 3] += b.y;
+  }
+}
+
+// ---- from registers -------------------------------------------------------------------------
+
+// The residual's pairs, where the accumulators' will be: old[2 * i + h].
+template <typename T, int kN>
+__device__ __forceinline__ void load_pairs(uint32_t (&old)[kN / 4], const Output& o,
+                                           const Place& at) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int token = at.token + at.row() + 8 * h;
+    const T* row = static_cast<const T*>(o.out) + token * o.stride;
+#pragma unroll
+    for (int i = 0; i < kN / 8; ++i) {
+      const int column = at.column + 8 * i + 2 * (at.lane % 4);
+      old[2 * i + h] = 0;
+      if (token < o.num_tokens && column < o.n)
+        old[2 * i + h] = *reinterpret_cast<const uint32_t*>(row + column);
+    }
+  }
+}
+
+template <typename T, int kN>
+__device__ __forceinline__ void store_pairs(const float (&acc)[kN / 2],
+                                            const uint32_t (&old)[kN / 4], const Output& o,
+                                            const Place& at) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int token = at.token + at.row() + 8 * h;
+    if (token >= o.num_tokens) break;
+    const int64_t row = token * o.stride;
+#pragma unroll
+    for (int i = 0; i < kN / 8; ++i) {
+      const int column = at.column + 8 * i + 2 * (at.lane % 4);
+      if (column >= o.n) break;
+      const float x = acc[4 * i + 2 * h], y = acc[4 * i + 2 * h + 1];
+      T* out = static_cast<T*>(o.out) + row;
+      if (o.is_float) {
+        float* wide = static_cast<float*>(o.out) + row;
+        *reinterpret_cast<float2*>(wide + column) = make_float2(x, y);
+      } else if (o.epilogue == Epilogue::kSiluMul) {
+        out[column / 2] = from_float<T>(silu_mul(x, y));
+      } else if (o.epilogue == Epilogue::kResidual) {
+        const float2 r = unpack(old[2 * i + h], T{});
+        *reinterpret_cast<uint32_t*>(out + column) = pack(r.x + x, r.y + y, T{});
+      } else {
+        *reinterpret_cast<uint32_t*>(out + column) = pack(x, y, T{});
+      }
+    }
+  }
+}
+
+}  // namespace minivllm::cuda::gemm

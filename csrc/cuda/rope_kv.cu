@@ -1,0 +1,196 @@
+// Rotates queries and keys by their positions and puts keys and values into their blocks:
+//   out[i]        = x[i] cos - x[i + half] sin
+//   out[i + half] = x[i + half] cos + x[i] sin        https://arxiv.org/abs/2104.09864
+// in float, rounded once; where there is a q_norm or k_norm, after RMSNorm of the head.
+//
+// A group of lanes takes one head of one token, each lane the same chunk of both halves. Which lane
+// adds what depends on head_dim alone. Offsets into the cache are 64 bits wide: a layer's cache may
+// pass 2^31 elements. A position beyond the table, or one without a block, writes no key or value.
+#include "common.cuh"
+
+namespace minivllm::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kChunkBytes = 16;
+
+template <typename T, int kChunk>
+__device__ Vec<T, kChunk> load(const T* from, bool aligned) {
+  if (aligned) return *reinterpret_cast<const Vec<T, kChunk>*>(from);
+  Vec<T, kChunk> chunk;
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) chunk.data[i] = from[i];
+  return chunk;
+}
+
+template <typename T, int kChunk>
+__device__ void store(T* to, const Vec<T, kChunk>& chunk, bool aligned) {
+  if (aligned) {
+    *reinterpret_cast<Vec<T, kChunk>*>(to) = chunk;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) to[i] = chunk.data[i];
+}
+
+// Where the key of a token's head goes; null: nowhere.
+template <typename T>
+__device__ T* key_of(const KvCache& kv, int64_t slot, int64_t position, int64_t head) {
+  if (slot < 0 || position < 0) return nullptr;
+  const int64_t index = position / kv.block_size;
+  if (index >= kv.max_blocks) return nullptr;
+  const int64_t block = kv.block_table[slot * kv.block_table_stride + index];
+  if (block < 0 || block >= kv.num_blocks) return nullptr;
+  const int64_t row =
+      (block * 2 * kv.num_kv_heads + head) * kv.block_size + (position - index * kv.block_size);
+  return static_cast<T*>(kv.cache) + row * kv.head_dim;
+}
+
+// The pairs (first[j], second[j]), normalised and rotated in place. norm, which may be null, and
+// the angles start at the chunk; norm of the second half lies half further.
+template <typename T, int kChunk>
+__device__ void rotate(Vec<T, kChunk>& first, Vec<T, kChunk>& second, float scale, const T* norm,
+                       int half, const float* cosines, const float* sines, bool aligned) {
+  constexpr int kAngles = kChunk < 4 ? kChunk : 4;  // 16 bytes of them at a time
+  float low[kChunk];
+  float high[kChunk];
+#pragma unroll
+  for (int j = 0; j < kChunk; ++j) {
+    low[j] = to_float(first.data[j]);
+    high[j] = to_float(second.data[j]);
+  }
+  if (norm != nullptr) {
+    const auto low_norm = load<T, kChunk>(norm, aligned);
+    const auto high_norm = load<T, kChunk>(norm + half, aligned);
+#pragma unroll
+    for (int j = 0; j < kChunk; ++j) {
+      low[j] = low[j] * scale * to_float(low_norm.data[j]);
+      high[j] = high[j] * scale * to_float(high_norm.data[j]);
+    }
+  }
+#pragma unroll
+  for (int part = 0; part < kChunk; part += kAngles) {
+    const auto c = load<float, kAngles>(cosines + part, aligned);
+    const auto s = load<float, kAngles>(sines + part, aligned);
+#pragma unroll
+    for (int j = 0; j < kAngles; ++j) {
+      const float a = low[part + j];
+      const float b = high[part + j];
+      first.data[part + j] = from_float<T>(a * c.data[j] - b * s.data[j]);
+      second.data[part + j] = from_float<T>(b * c.data[j] + a * s.data[j]);
+    }
+  }
+}
+
+// lanes is a power of two, at most a warp: the lanes of one head.
+template <typename T, int kChunk>
+__global__ void __launch_bounds__(kThreads)
+    rope_kv_kernel(RopeKvParams p, int lanes, bool aligned) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const int64_t num_q = p.num_q_heads;
+  const int64_t num_kv = p.kv.num_kv_heads;
+  const int64_t num_heads = num_q + 2 * num_kv;
+  const int64_t unit = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / lanes;
+  const int lane = static_cast<int>(threadIdx.x) % lanes;
+  // Lanes past the end stay for the shuffles, with the last head, and write nothing.
+  const bool live = unit < p.num_tokens * num_heads;
+  const int64_t token = live ? unit / num_heads : p.num_tokens - 1;
+  const int64_t head = live ? unit - token * num_heads : num_heads - 1;
+
+  const int half = static_cast<int>(p.kv.head_dim) / 2;
+  const T* x = static_cast<const T*>(p.qkv) + token * p.qkv_stride + head * p.kv.head_dim;
+  // The chunks come before what says where they go, so that the loads overlap.
+  const int start = lane * kChunk;
+  const int step = lanes * kChunk;
+  Vec<T, kChunk> first = {};
+  Vec<T, kChunk> second = {};
+  if (start < half) {
+    first = load<T, kChunk>(x + start, aligned);
+    second = load<T, kChunk>(x + half + start, aligned);
+  }
+  const bool is_query = head < num_q;
+  const bool is_value = head >= num_q + num_kv;
+  const int64_t position = p.positions[token];
+  const bool in_table = position >= 0 && position < p.max_position;
+  T* to = nullptr;
+  if (is_query) {
+    to = static_cast<T*>(p.q_out) + (token * num_q + head) * p.kv.head_dim;
+  } else if (in_table) {
+    const int64_t kv_head = is_value ? head - num_q - num_kv : head - num_q;
+    to = key_of<T>(p.kv, p.slots[token], position, kv_head);
+    if (to != nullptr && is_value) to += num_kv * p.kv.block_size * p.kv.head_dim;
+  }
+  if (!live) to = nullptr;
+
+  const T* norm = static_cast<const T*>(is_value ? nullptr : is_query ? p.q_norm : p.k_norm);
+  float scale = 1.0f;
+  if (p.q_norm != nullptr || p.k_norm != nullptr) {  // the same for all lanes of a warp
+    float sum = 0.0f;
+    for (int i = start; i < half; i += step) {
+      const auto a = load<T, kChunk>(x + i, aligned);
+      const auto b = load<T, kChunk>(x + half + i, aligned);
+#pragma unroll
+      for (int j = 0; j < kChunk; ++j) {
+        const float low = to_float(a.data[j]);
+        const float high = to_float(b.data[j]);
+        sum = fmaf(low, low, fmaf(high, high, sum));
+      }
+    }
+    for (int offset = lanes / 2; offset > 0; offset /= 2) {
+      sum += __shfl_xor_sync(kFullMask, sum, offset);
+    }
+    if (norm != nullptr) scale = rsqrtf(sum / static_cast<float>(2 * half) + p.eps);
+  }
+  if (to == nullptr) return;
+
+  const float* cosines = p.cos_sin + (in_table ? position : 0) * p.kv.head_dim;
+  const float* sines = cosines + half;
+  for (int i = start; i < half; i += step) {
+    if (i > start) {
+      first = load<T, kChunk>(x + i, aligned);
+      second = load<T, kChunk>(x + half + i, aligned);
+    }
+    if (!is_value) {
+      rotate(first, second, scale, norm == nullptr ? nullptr : norm + i, half, cosines + i,
+             sines + i, aligned);
+    }
+    store<T, kChunk>(to + i, first, aligned);
+    store<T, kChunk>(to + half + i, second, aligned);
+  }
+}
+
+template <typename T, int kChunk>
+void launch_rope_kv(const RopeKvParams& p, bool aligned, Stream stream) {
+  const int64_t chunks = p.kv.head_dim / 2 / kChunk;
+  int lanes = 1;
+  while (lanes < chunks && lanes < kWarpSize) lanes *= 2;
+  const int64_t num_heads = p.num_q_heads + 2 * p.kv.num_kv_heads;
+  const int64_t blocks = (p.num_tokens * num_heads * lanes + kThreads - 1) / kThreads;
+  const auto kernel = rope_kv_kernel<T, kChunk>;
+  MINIVLLM_LAUNCH(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, p, lanes,
+                  aligned);
+}
+
+}  // namespace
+
+void rope_kv(const RopeKvParams& p, Stream stream) {
+  if (p.num_tokens == 0) return;
+  if (p.kv.head_dim <= 0 || p.kv.head_dim % 2 != 0) {
+    throw std::invalid_argument("rope_kv: head_dim " + std::to_string(p.kv.head_dim) +
+                                " is not even");
+  }
+  dispatch_dtype(p.dtype, [&](auto element) {
+    using T = decltype(element);
+    constexpr int kChunk = kChunkBytes / sizeof(T);
+    const auto addresses =
+        reinterpret_cast<uintptr_t>(p.q_out) | reinterpret_cast<uintptr_t>(p.qkv) |
+        reinterpret_cast<uintptr_t>(p.kv.cache) | reinterpret_cast<uintptr_t>(p.cos_sin) |
+        reinterpret_cast<uintptr_t>(p.q_norm) | reinterpret_cast<uintptr_t>(p.k_norm);
+    const bool aligned = addresses % kChunkBytes == 0 && p.qkv_stride % kChunk == 0;
+    if (p.kv.head_dim / 2 % kChunk == 0) return launch_rope_kv<T, kChunk>(p, aligned, stream);
+    launch_rope_kv<T, 1>(p, true, stream);
+  });
+}
+
+}  // namespace minivllm::cuda

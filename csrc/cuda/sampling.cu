@@ -1,0 +1,428 @@
+// Draws the next token of each row: sampling_math.h says what a draw means.
+//
+// A row of logits is divided into slices, one block each; the fewer rows, the more slices. Blocks
+// find the best score of their slice (greedy: the logit itself; else the logit over the temperature
+// plus noise) and the last block of a row to end merges them: an arg-max of exact scores, so that
+// the division never shows. Rows with top-k, top-p or min-p get their largest logit from that
+// pass; then the last block alone reads the row again, from L2:
+//   1. a histogram over the distance to the largest logit finds the bin where a cut falls;
+//   2. the tokens up to that bin move to shared memory, if they fit;
+//   3. radix digits inside the bin find the very token where the cut falls (select.cuh);
+//   4. what is left is scored.
+// The launch depends on the number of rows and the vocabulary alone; a row's path is read from its
+// state. Assumes: a counter of zero for each row in the workspace, which the last block resets.
+#include <algorithm>
+
+#include "common.cuh"
+#include "select.cuh"
+
+namespace minivllm::cuda {
+namespace {
+
+using sampling::Adjustments;
+using sampling::Best;
+using sampling::CutKind;
+using sampling::kQuad;
+using sampling::order_of;
+using sampling::Range;
+using sampling::Settings;
+using sampling::Words;
+
+constexpr int kThreads = 512;
+constexpr int kUnroll = 4;          // quads a thread has in flight
+constexpr int kSliceUnit = 2048;    // tokens: one quad a thread
+constexpr int kTargetBlocks = 512;  // a wave of the largest cards
+constexpr int kMaxRows = 1024;      // rows a launch: where the workspace's counters end
+constexpr int kMaxListed = 2816;    // candidates in shared memory
+constexpr int kFilterWords = 512;   // 16384 bits: which ids may have a bias
+
+struct alignas(16) Partial {
+  double score;
+  int32_t id;
+  int32_t has_nan;
+};
+
+struct Shared {
+  Histogram histogram;
+  float listed_logits[kMaxListed];
+  int32_t listed_ids[kMaxListed];
+  int num_listed;
+  Partial warp_partials[kThreads / kWarpSize];
+  bool is_last;
+};
+
+// Reads one row's adjusted logits, by quads of tokens.
+template <bool kAligned>
+struct Row {
+  const float* logits;
+  int32_t vocab_size, position;
+  Settings settings;
+  Adjustments adjustments;
+  bool adjusted;
+  uint32_t bias_filter[kFilterWords];
+
+  // Called by all threads of the block. The row lies in shared memory: registers are for logits.
+  __device__ void open(const SampleParams& p, int64_t index, int32_t slot) {
+    if (threadIdx.x == 0) {
+      logits = p.logits + index * p.logits_stride;
+      vocab_size = static_cast<int32_t>(p.vocab_size);
+      position = p.positions[index];
+      settings = sampling::read_settings(p.state + int64_t{slot} * p.state_stride);
+      adjustments = sampling::read_adjustments(p, settings, slot, position);
+      adjusted = adjustments.any();
+    }
+    __syncthreads();
+    if (adjustments.num_bias == 0) return;
+    for (int i = threadIdx.x; i < kFilterWords; i += kThreads) bias_filter[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < adjustments.num_bias; i += kThreads) {
+      if (position >= adjustments.bias_until[i]) continue;
+      const auto id = static_cast<uint32_t>(adjustments.bias_ids[i]);
+      atomicOr(&bias_filter[id / 32 % kFilterWords], 1u << (id % 32));
+    }
+    __syncthreads();
+  }
+
+  __device__ float adjust(float logit, int32_t id) const {
+    if (adjustments.num_bias > 0 && (bias_filter[id / 32 % kFilterWords] >> (id % 32)) & 1u) {
+      logit = adjustments.biased(logit, id);
+    }
+    return adjustments.counts != nullptr ? adjustments.penalised(logit, id, settings) : logit;
+  }
+
+  // Past the vocabulary a logit is -inf, which is never drawn. L1 is passed by: the logits are new.
+  __device__ void load(int32_t quad, float (&values)[kQuad]) const {
+    const int32_t id = quad * kQuad;
+    if (kAligned && id + kQuad <= vocab_size) {
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(logits) + quad);
+      values[0] = v.x, values[1] = v.y, values[2] = v.z, values[3] = v.w;
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      values[i] = id + i < vocab_size ? __ldcg(logits + id + i) : -INFINITY;
+    }
+  }
+
+  // Rare, so it is small instead: one copy of the code, the values passing through its turns.
+  __device__ void adjust_quad(int32_t quad, float (&values)[kQuad]) const {
+#pragma unroll 1
+    for (int i = 0; i < kQuad; ++i) {
+      const int32_t id = quad * kQuad + i;
+      const float value = id < vocab_size ? adjust(values[0], id) : values[0];
+      values[0] = values[1], values[1] = values[2], values[2] = values[3], values[3] = value;
+    }
+  }
+
+  // f(quad, values) for this thread's quads of [begin, end), in rising order; each_batch() after
+  // every kUnroll of them.
+  template <typename F, typename G>
+  __device__ void for_each_quad(int32_t begin, int32_t end, F f, G each_batch) const {
+#pragma unroll 1
+    for (int32_t start = begin; start < end; start += kThreads * kUnroll) {
+      float values[kUnroll][kQuad];
+      const int32_t mine = start + static_cast<int32_t>(threadIdx.x);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int32_t quad = mine + u * kThreads;
+        if (quad < end) load(quad, values[u]);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int32_t quad = mine + u * kThreads;
+        if (quad >= end) continue;
+        if (adjusted) adjust_quad(quad, values[u]);
+        f(quad, values[u]);
+      }
+      each_batch();
+    }
+  }
+};
+
+// The best of the block and whether it saw a NaN. All threads get it.
+__device__ Partial reduce_block(Best best, bool has_nan, Shared& shared) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    best.take(__shfl_xor_sync(kFullMask, best.score, offset),
+              __shfl_xor_sync(kFullMask, best.id, offset));
+  }
+  const int any_nan = __syncthreads_or(has_nan);
+  if (threadIdx.x % kWarpSize == 0) {
+    shared.warp_partials[threadIdx.x / kWarpSize] = {best.score, best.id, any_nan};
+  }
+  __syncthreads();
+  Best merged;
+  for (int i = 0; i < kThreads / kWarpSize; ++i) {
+    merged.take(shared.warp_partials[i].score, shared.warp_partials[i].id);
+  }
+  __syncthreads();
+  return {merged.score, merged.id, any_nan};
+}
+
+// Scores tokens, most of them only roughly: the noise is at most -log(u + u^2 / 2), for which one
+// approximate logarithm does, and few tokens of a row can still be the best one.
+struct Scorer {
+  const double inverse_temperature;
+  Best best;
+  float to_beat = -INFINITY;  // a lower bound of the best score, this thread's or another's
+
+  __device__ explicit Scorer(const Settings& settings)
+      : inverse_temperature(1.0 / static_cast<double>(settings.temperature)) {}
+
+  __device__ void take(float logit, int32_t id, uint32_t word) {
+    const float u = sampling::uniform_of(word);
+    const float scaled = logit * static_cast<float>(inverse_temperature);
+    const float bound = scaled - __logf(fmaf(0.5f * u, u, u));
+    if (bound + fmaf(fabsf(scaled), 1e-6f, 1e-4f) < to_beat) return;
+    best.take(sampling::score_of(logit, inverse_temperature, word), id);
+    to_beat = fmaxf(to_beat, __double2float_rd(best.score));
+  }
+
+  // Lets the lanes of a warp know of each other's best.
+  __device__ void share() {
+#pragma unroll
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+      to_beat = fmaxf(to_beat, __shfl_xor_sync(kFullMask, to_beat, offset));
+    }
+  }
+};
+
+template <bool kAligned>
+__device__ Partial score_slice(const Row<kAligned>& row, int32_t begin, int32_t end,
+                               Shared& shared) {
+  bool has_nan = false;
+  if (row.settings.greedy() || row.settings.cuts()) {
+    float largest = -INFINITY;
+    int32_t id = -1;
+    row.for_each_quad(
+        begin, end,
+        [&](int32_t quad, const float (&values)[kQuad]) {
+#pragma unroll
+          for (int i = 0; i < kQuad; ++i) {
+            has_nan |= values[i] != values[i];
+            if (values[i] > largest) {
+              largest = values[i];
+              id = quad * kQuad + i;
+            }
+          }
+        },
+        [] {});
+    Best best;
+    best.score = largest;
+    best.id = id;
+    return reduce_block(best, has_nan, shared);
+  }
+  Scorer scorer(row.settings);
+  row.for_each_quad(
+      begin, end,
+      [&](int32_t quad, const float (&values)[kQuad]) {
+        const Words words = sampling::noise_words(row.settings, row.position, quad);
+#pragma unroll
+        for (int i = 0; i < kQuad; ++i) {
+          has_nan |= values[i] != values[i];
+          scorer.take(values[i], quad * kQuad + i, words.word[i]);
+        }
+      },
+      [&] { scorer.share(); });
+  return reduce_block(scorer.best, has_nan, shared);
+}
+
+// The tokens of a row that are within range and not cut off: the row itself, or a list in shared
+// memory that holds them all.
+template <bool kAligned>
+struct Candidates {
+  const Row<kAligned>& row;
+  const Range range;
+  Shared& shared;
+  uint64_t last = sampling::kEverything;
+  bool listed = false;
+
+  // f(logit, id, distance).
+  template <typename F>
+  __device__ void for_each(F f) const {
+    const auto visit = [&](float logit, int32_t id) {
+      const float distance = range.distance(logit);
+      if (range.holds(distance) && order_of(logit, id) <= last) f(logit, id, distance);
+    };
+    if (listed) {
+      for (int i = threadIdx.x; i < shared.num_listed; i += kThreads) {
+        visit(shared.listed_logits[i], shared.listed_ids[i]);
+      }
+      return;
+    }
+    row.for_each_quad(
+        0, (row.vocab_size + kQuad - 1) / kQuad,
+        [&](int32_t quad, const float (&values)[kQuad]) {
+#pragma unroll
+          for (int i = 0; i < kQuad; ++i) visit(values[i], quad * kQuad + i);
+        },
+        [] {});
+  }
+
+  // Moves the tokens up to a bin to shared memory, if they fit.
+  __device__ void list_up_to(int bin) {
+    if (threadIdx.x == 0) shared.num_listed = 0;
+    __syncthreads();
+    for_each([&](float logit, int32_t id, float distance) {
+      if (Range::bin(distance) > bin) return;
+      const int place = atomicAdd(&shared.num_listed, 1);
+      if (place < kMaxListed) {
+        shared.listed_logits[place] = logit;
+        shared.listed_ids[place] = id;
+      }
+    });
+    __syncthreads();
+    listed = shared.num_listed <= kMaxListed;
+  }
+
+  __device__ void cut(CutKind kind) {
+    Histogram& histogram = shared.histogram;
+    histogram.clear();
+    for_each([&](float, int32_t, float distance) {
+      const uint64_t amount = sampling::amount_of(kind, distance);
+      if (amount > 0) histogram.add(Range::bin(distance), amount);
+    });
+    const Crossing crossing = histogram.find<kThreads>(
+        [&](uint64_t total) { return sampling::target_of(kind, row.settings, total); });
+    if (crossing.bin < 0) return;
+    if (!listed) list_up_to(crossing.bin);
+    last = last_wanted<kThreads>(histogram, crossing.missing, [&](auto add) {
+      for_each([&](float logit, int32_t id, float distance) {
+        if (Range::bin(distance) != crossing.bin) return;
+        add(order_of(logit, id), sampling::amount_of(kind, distance));
+      });
+    });
+  }
+};
+
+// Not inlined: the pass over a slice, which every row takes, keeps its registers.
+template <bool kAligned>
+__device__ __noinline__ int32_t draw_from_kept(const Row<kAligned>& row, float peak,
+                                               Shared& shared) {
+  Candidates<kAligned> candidates{row, Range(row.settings, peak), shared};
+#pragma unroll 1
+  for (int kind = 0; kind < 2; ++kind) {
+    const auto cut = static_cast<CutKind>(kind);
+    if (sampling::applies(cut, row.settings)) candidates.cut(cut);
+  }
+  Scorer scorer(row.settings);
+  candidates.for_each([&](float logit, int32_t id, float) {
+    const Words words = sampling::noise_words(row.settings, row.position, id / kQuad);
+    const int i = id % kQuad;
+    const uint32_t low = i % 2 == 0 ? words.word[0] : words.word[1];
+    const uint32_t high = i % 2 == 0 ? words.word[2] : words.word[3];
+    scorer.take(logit, id, i < 2 ? low : high);
+  });
+  return reduce_block(scorer.best, false, shared).id;
+}
+
+// Publishes a slice's result; true in the last block of the row to do so, which then gets the
+// row's result.
+__device__ bool merge_slices(Partial& result, Partial* partials, unsigned* counter, int slice,
+                             int num_slices, Shared& shared) {
+  if (num_slices == 1) return true;
+  if (threadIdx.x == 0) {
+    partials[slice] = result;
+    __threadfence();
+    // Wraps to 0 at the last block: the counter is ready for the next launch.
+    shared.is_last = atomicInc(counter, num_slices - 1) == static_cast<unsigned>(num_slices - 1);
+    __threadfence();
+  }
+  __syncthreads();
+  if (!shared.is_last) return false;
+  Best best;
+  bool has_nan = false;
+  for (int i = threadIdx.x; i < num_slices; i += kThreads) {
+    const int4 bits = __ldcg(reinterpret_cast<const int4*>(partials + i));
+    best.take(__hiloint2double(bits.y, bits.x), bits.z);
+    has_nan |= bits.w != 0;
+  }
+  result = reduce_block(best, has_nan, shared);
+  return true;
+}
+
+struct Grid {
+  int num_slices;
+  int quads_per_slice;
+};
+
+template <bool kAligned>
+__global__ void __launch_bounds__(kThreads, 2) sample_kernel(SampleParams p, Grid grid) {
+  __shared__ Shared shared;
+  __shared__ Row<kAligned> row;
+  pdl_launch_dependents();
+  pdl_wait();
+  const int64_t row_index = blockIdx.x / grid.num_slices;
+  const int slice = blockIdx.x % grid.num_slices;
+  const int32_t slot = p.slots[row_index];
+  if (slot < 0) return;
+  row.open(p, row_index, slot);
+
+  const int32_t num_quads = (row.vocab_size + kQuad - 1) / kQuad;
+  const int32_t begin = slice * grid.quads_per_slice;
+  const int32_t end = min(begin + grid.quads_per_slice, num_quads);
+  Partial result = score_slice(row, begin, end, shared);
+
+  auto* counters = static_cast<unsigned*>(p.workspace);
+  auto* partials = reinterpret_cast<Partial*>(counters + kMaxRows);
+  if (!merge_slices(result, partials + row_index * grid.num_slices, counters + row_index, slice,
+                    grid.num_slices, shared)) {
+    return;
+  }
+  int32_t token = result.has_nan ? -1 : result.id;
+  const auto peak = static_cast<float>(result.score);
+  if (token >= 0 && row.settings.cuts() && peak < INFINITY) {
+    token = draw_from_kept(row, peak, shared);
+  }
+  if (threadIdx.x == 0) {
+    p.tokens[row_index] = token;
+    p.state[slot * p.state_stride + kLastToken] = token;
+    if (row.adjustments.counts != nullptr && token >= 0) {
+      ++p.counts[slot * p.vocab_size + token];
+    }
+  }
+}
+
+Grid grid_for(int64_t num_rows, int64_t vocab_size) {
+  const int64_t most = (vocab_size + kSliceUnit - 1) / kSliceUnit;
+  const int64_t wanted = std::clamp<int64_t>(kTargetBlocks / num_rows, 1, most);
+  const int64_t units = (most + wanted - 1) / wanted;
+  return {static_cast<int>((most + units - 1) / units),
+          static_cast<int>(units * kSliceUnit / kQuad)};
+}
+
+}  // namespace
+
+int64_t sample_workspace_size(int64_t max_rows, int64_t vocab_size) {
+  int64_t most_partials = 0;
+  for (int64_t rows = 1; rows <= std::min<int64_t>(max_rows, kMaxRows); ++rows) {
+    most_partials = std::max(most_partials, rows * grid_for(rows, vocab_size).num_slices);
+  }
+  return kMaxRows * static_cast<int64_t>(sizeof(unsigned)) +
+         most_partials * static_cast<int64_t>(sizeof(Partial));
+}
+
+void sample(const SampleParams& p, Stream stream) {
+  if (p.num_rows == 0) return;
+  if (p.workspace == nullptr) throw std::invalid_argument("sample: workspace is null");
+  if (p.vocab_size < 1 || p.vocab_size > sampling::kMaxVocabSize) {
+    throw std::invalid_argument("sample: vocab_size " + std::to_string(p.vocab_size) +
+                                " is not in [1, " + std::to_string(sampling::kMaxVocabSize) + "]");
+  }
+  const bool aligned =
+      reinterpret_cast<uintptr_t>(p.logits) % sizeof(float4) == 0 && p.logits_stride % kQuad == 0;
+  const auto kernel = aligned ? sample_kernel<true> : sample_kernel<false>;
+  for (int64_t start = 0; start < p.num_rows; start += kMaxRows) {
+    SampleParams part = p;
+    part.logits += start * p.logits_stride;
+    part.slots += start;
+    part.positions += start;
+    part.tokens += start;
+    part.num_rows = std::min<int64_t>(p.num_rows - start, kMaxRows);
+    const Grid grid = grid_for(part.num_rows, p.vocab_size);
+    const auto blocks = static_cast<unsigned>(part.num_rows * grid.num_slices);
+    MINIVLLM_LAUNCH(kernel, dim3(blocks), dim3(kThreads), 0, stream, part, grid);
+  }
+}
+
+}  // namespace minivllm::cuda

@@ -1,0 +1,242 @@
+// One declaration a kernel: a params struct and its launchers, `cuda::f(params, stream)` and
+// `cpu::f(params)`.
+//
+// No torch and no CUDA headers here. Launchers never allocate, synchronise, exit or assert; they
+// throw std::runtime_error when a launch fails and std::invalid_argument when a shape has no
+// kernel. Pointers are device pointers for cuda::, host pointers for cpu::. Strides count elements.
+// Rows that are contiguous say so. "may be null" is said where it may.
+//
+// The order of additions for one output row never depends on how many rows there are.
+#pragma once
+
+#include <cstdint>
+
+struct CUstream_st;
+
+namespace minivllm {
+
+using Stream = CUstream_st*;
+
+enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+// out[t] = weight[id], id = token_ids[t], or last_tokens[slots[t] * last_tokens_stride] where
+// token_ids[t] < 0. An id outside the vocabulary reads row 0: the host refuses such ids, and the
+// row is dropped.
+struct EmbeddingParams {
+  void* out;                   // [num_tokens, hidden_size]
+  const void* weight;          // [vocab_size, hidden_size]
+  const int32_t* token_ids;    // [num_tokens], -1: the slot's last token
+  const int32_t* slots;        // [num_tokens], -1: padding (row 0 is read); null if last_tokens is
+  const int32_t* last_tokens;  // [num_slots] at a stride; may be null
+  int64_t last_tokens_stride;
+  int64_t num_tokens, hidden_size, vocab_size;
+  DType dtype;
+};
+
+// residual += x (where residual is not null); out = normalised(residual or x) * weight, in float,
+// rounded once. https://arxiv.org/abs/1910.07467
+struct RmsNormParams {
+  void* out;           // [num_rows, hidden_size]
+  const void* x;       // [num_rows, hidden_size], rows x_stride apart
+  void* residual;      // [num_rows, hidden_size], read and written; may be null
+  const void* weight;  // [hidden_size]
+  int64_t num_rows, hidden_size, x_stride;
+  float eps;
+  DType dtype;
+};
+
+// Where the keys and values of one layer live. K of (block, head, offset) starts at
+//   cache + block * 2 * num_kv_heads * block_size * head_dim + (head * block_size + offset) *
+//   head_dim
+// and V num_kv_heads * block_size * head_dim further: a block's K and V lie together.
+struct KvCache {
+  void* cache;  // [num_blocks, 2, num_kv_heads, block_size, head_dim]
+  const int32_t*
+      block_table;  // [num_slots, max_blocks], rows block_table_stride apart, -1: no block
+  int64_t block_table_stride;
+  int64_t num_blocks, max_blocks, num_kv_heads, block_size, head_dim;
+};
+
+// Rotates q and k by their positions and writes k and v into their blocks.
+// cos_sin holds cos then sin, computed in float64: [max_position, head_dim / 2] each half of a row.
+// Pairs are (i, i + head_dim / 2). q_norm / k_norm, where given, are RMSNorm weights applied per
+// head before. https://arxiv.org/abs/2104.09864
+struct RopeKvParams {
+  void* q_out;  // [num_tokens, num_q_heads, head_dim]
+  const void*
+      qkv;  // [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim], rows qkv_stride apart
+  int64_t qkv_stride;
+  const float* cos_sin;  // [max_position, head_dim]: cos | sin
+  int64_t max_position;
+  const int32_t* positions;  // [num_tokens]
+  const int32_t* slots;      // [num_tokens], -1: padding, nothing is written to the cache
+  const void* q_norm;        // [head_dim]; may be null
+  const void* k_norm;        // [head_dim]; may be null
+  float eps;
+  int64_t num_tokens, num_q_heads;
+  KvCache kv;
+  DType dtype;
+};
+
+// Causal attention of new tokens over the keys and values in their slots' blocks (theirs included:
+// rope_kv ran before). Sequence s owns the rows q_starts[s] .. q_starts[s+1] of q; its row r stands
+// at position seq_lens[s] - (q_starts[s+1] - q_starts[s]) + (r - q_starts[s]) and sees keys 0 ..
+// that position. Keys are reduced in splits of kSplitTokens, in tiles of kTileTokens inside a
+// split, and splits merge in order: the same arithmetic a row for prefill and decode.
+// https://arxiv.org/abs/2205.14135 (online softmax), https://arxiv.org/abs/2309.06180 (blocks)
+struct AttentionParams {
+  void* out;      // [num_tokens, num_q_heads, head_dim]
+  const void* q;  // [num_tokens, num_q_heads, head_dim], contiguous
+  const int32_t*
+      slots;  // [num_seqs] the block-table row of each sequence, -1: padding (out untouched)
+  const int32_t* seq_lens;  // [num_seqs] tokens with KV, the new ones included
+  const int32_t*
+      q_starts;  // [num_seqs + 1]; null for decode: one row a sequence, row s is sequence s
+  int64_t num_seqs, num_tokens, num_q_heads;
+  int64_t max_q_len;    // the longest run of new tokens, a bound for the grid
+  int64_t max_seq_len;  // a bound for seq_lens
+  float scale;
+  void* workspace;  // decode on CUDA: bytes of cuda::attention_workspace_size(), zeroed once at
+                    // creation; else null
+  KvCache kv;
+  DType dtype;
+};
+
+// out = silu(x[:, :n]) * x[:, n:]
+struct SiluMulParams {
+  void* out;      // [num_tokens, size]
+  const void* x;  // [num_tokens, 2 * size], rows x_stride apart
+  int64_t num_tokens, size, x_stride;
+  DType dtype;
+};
+
+// What a matrix product does with its accumulators.
+enum class Epilogue : int32_t {
+  kNone = 0,      // out = x W^T + bias
+  kResidual = 1,  // out += x W^T (out is the residual stream, read and written)
+  kSiluMul = 2,  // W's rows come in pairs gate, up, gate, up ...: out[:, i] = silu(y[:, 2i]) * y[:,
+                 // 2i + 1]
+};
+
+// out = x W^T: one chain over K for each output, the same for any number of rows.
+struct LinearParams {
+  void* out;           // [num_tokens, n] ([num_tokens, n / 2] for kSiluMul), rows out_stride apart
+  const void* x;       // [num_tokens, k], rows x_stride apart
+  const void* weight;  // [n, k] contiguous (cuda::) or as cpu::pack_weight laid it out (cpu::)
+  const void* bias;    // [n]; may be null
+  int64_t num_tokens, n, k, x_stride, out_stride;
+  Epilogue epilogue;
+  DType dtype;      // of x, weight, bias
+  DType out_dtype;  // dtype, or kFloat32 (logits)
+};
+
+// Per-slot state on the device: one int32 row a slot. The first words are these, the block table
+// follows. Floats are stored by their bits.
+enum SlotWord : int32_t {
+  kLastToken = 0,
+  kTemperature = 1,  // float; 0: greedy
+  kTopK = 2,         // 0: off
+  kTopP = 3,         // float; 1: off
+  kMinP = 4,         // float; 0: off
+  kRepetitionPenalty = 5,
+  kPresencePenalty = 6,
+  kFrequencyPenalty = 7,
+  kSeedLow = 8,
+  kSeedHigh = 9,
+  kSample = 10,   // index of the sample among a request's n
+  kFlags = 11,    // SlotFlag bits
+  kNumBias = 12,  // entries of the slot's row of bias_* in use
+  kSlotWords = 16,
+};
+enum SlotFlag : int32_t {
+  kUsesCounts = 1,  // the slot's row of counts is live: penalties read it, the sampler adds to it
+};
+
+// state[index[i]] = value[i], one entry a pair.
+struct UpdateStateParams {
+  int32_t* state;        // flat
+  const int32_t* pairs;  // [num_pairs, 2]: index, value; an index < 0 or >= size is skipped
+  int64_t num_pairs, size;
+};
+
+// Draws the next token of each row and stores it as the slot's last token.
+// logits' = ((logits + bias) with penalties) / temperature, then top-k, top-p, min-p as vLLM
+// defines them; the draw is the arg-max of logits' + Gumbel noise keyed by (seed, sample, position,
+// token id), never by slot or step. Greedy rows take the arg-max; ties go to the lowest id. A row
+// with a NaN, or with no finite logit, gives token -1.
+struct SampleParams {
+  const float* logits;  // [num_rows, vocab_size], rows logits_stride apart; not written
+  int64_t logits_stride;
+  const int32_t* slots;      // [num_rows], -1: padding, nothing happens
+  const int32_t* positions;  // [num_rows] position that the new token takes in its sequence
+  int32_t* state;            // [num_slots, state_stride], SlotWord; kLastToken is written
+  int64_t state_stride;
+  int32_t* counts;  // [num_slots, vocab_size]: bit 30 = in the prompt, low bits = times generated;
+                    // may be null
+  // Added to a logit while position < until (min_tokens: value -inf until then; logit_bias: until =
+  // INT32_MAX).
+  const int32_t* bias_ids;    // [num_slots, max_bias]; may be null
+  const float* bias_values;   // [num_slots, max_bias]
+  const int32_t* bias_until;  // [num_slots, max_bias]
+  int64_t max_bias;
+  int32_t* tokens;  // [num_rows] out
+  int64_t num_rows, vocab_size;
+  void* workspace;  // cuda: sample_workspace_size() bytes, zeroed once at creation; cpu: null
+};
+
+// Log probabilities of the raw logits: of one token a row, its rank (1 = likeliest), and of the
+// top_n likeliest, in falling order, ties to the lowest id.
+struct LogprobsParams {
+  const float* logits;  // [num_rows, vocab_size], rows logits_stride apart
+  int64_t logits_stride;
+  const int32_t* tokens;  // [num_rows]; a negative token gives NaN and rank 0
+  float* logprobs;        // [num_rows]
+  int32_t* ranks;         // [num_rows]
+  int32_t* top_ids;       // [num_rows, top_n]; may be null where top_n is 0
+  float* top_logprobs;    // [num_rows, top_n]
+  int64_t num_rows, vocab_size, top_n;
+};
+
+// Marks tokens in a slot's row of counts: prompt tokens set bit 30, generated ones add 1. clear
+// zeroes the row first.
+struct CountTokensParams {
+  int32_t* counts;           // [vocab_size], the slot's row
+  const int32_t* token_ids;  // [num_tokens]
+  int64_t num_tokens, num_prompt_tokens, vocab_size;
+};
+
+namespace cuda {
+void embedding(const EmbeddingParams& p, Stream stream);
+void rms_norm(const RmsNormParams& p, Stream stream);
+void rope_kv(const RopeKvParams& p, Stream stream);
+void prefill_attention(const AttentionParams& p, Stream stream);
+void decode_attention(const AttentionParams& p, Stream stream);
+int64_t attention_workspace_size(int64_t max_seqs, int64_t max_seq_len, int64_t num_q_heads,
+                                 int64_t head_dim);
+void silu_mul(const SiluMulParams& p, Stream stream);
+bool linear_supported(const LinearParams& p);  // does this card have our kernel for this shape?
+void linear(const LinearParams& p, Stream stream);
+void update_state(const UpdateStateParams& p, Stream stream);
+void sample(const SampleParams& p, Stream stream);
+int64_t sample_workspace_size(int64_t max_rows, int64_t vocab_size);
+void logprobs(const LogprobsParams& p, Stream stream);
+void count_tokens(const CountTokensParams& p, Stream stream);
+}  // namespace cuda
+
+namespace cpu {
+void embedding(const EmbeddingParams& p);
+void rms_norm(const RmsNormParams& p);
+void rope_kv(const RopeKvParams& p);
+void prefill_attention(const AttentionParams& p);
+void decode_attention(const AttentionParams& p);
+void silu_mul(const SiluMulParams& p);
+int64_t packed_weight_size(int64_t n, int64_t k, DType dtype);  // in elements
+void pack_weight(void* packed, const void* weight, int64_t n, int64_t k, DType dtype);
+void linear(const LinearParams& p);
+void update_state(const UpdateStateParams& p);
+void sample(const SampleParams& p);
+void logprobs(const LogprobsParams& p);
+void count_tokens(const CountTokensParams& p);
+}  // namespace cpu
+
+}  // namespace minivllm

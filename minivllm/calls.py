@@ -1,0 +1,312 @@
+"""What people call: answers, streams, handles. All of it ends in `BatchEngine.step`."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence as Seq
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from minivllm import intake, saving
+from minivllm.config import ModelConfig
+from minivllm.defaults import Sizes
+from minivllm.handle import Handle
+from minivllm.intake import Params
+from minivllm.lock import FairLock
+from minivllm.request import Delta, EngineClosedError, Generation, RequestError, SamplingParams
+from minivllm.scheduler import Scheduler
+from minivllm.sequence import Request, Sequence
+from minivllm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from minivllm.runner import Runner
+
+OnError = Literal["raise", "return"]
+
+
+class Cursor:
+    """Remember how much of a sample its reader has seen."""
+
+    def __init__(self, request: Request, sequence: Sequence) -> None:
+        self._request, self._sequence = request, sequence
+        self._num_tokens = self._num_chars = 0
+        self.finished = False
+
+    def pull(self) -> Delta | None:
+        """Return what is new, if anything."""
+        sequence = self._sequence
+        if sequence.state != "ended" and not sequence.params.stop:
+            sequence.advance_text()
+        tokens = sequence.tokens[sequence.prompt_len + self._num_tokens :]
+        text = sequence.text.text[self._num_chars :]
+        self.finished = sequence.state == "ended"
+        if not tokens and not text and not self.finished:
+            return None
+        self._num_tokens += len(tokens)
+        self._num_chars += len(text)
+        reason = sequence.finish_reason if self.finished else None
+        return Delta(self._request.index, sequence.sample, text, tokens, reason)
+
+
+class DeltaStream(Iterator[Delta]):
+    """Iterate over deltas; closing or dropping it early cancels what is left."""
+
+    def __init__(self, calls: Calls, requests: list[Request]) -> None:
+        self._calls, self._requests = calls, requests
+        self._deltas = calls._deltas(requests)
+
+    def __next__(self) -> Delta:
+        return next(self._deltas)
+
+    def close(self) -> None:
+        """Cancel what has not ended."""
+        self._deltas.close()
+        self._calls._cancel(self._requests)
+
+    def __enter__(self) -> DeltaStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Calls:
+    """Hold the calls of `BatchEngine`, which has the state and the step."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    sizes: Sizes
+    seed: int
+    _closed: bool
+    _in_turn: bool
+    _next_ordinal: int
+    _counts: Counter[str]
+    _scheduler: Scheduler
+    _runner: Runner
+    _inbox: deque[list[Request]]
+    _cancelled: deque[Request]
+    _lock: FairLock
+    _add_lock: FairLock
+
+    if TYPE_CHECKING:
+
+        def _turn(self) -> AbstractContextManager[None]: ...
+        def _step(self) -> list[Request]: ...
+        def _take_inbox(self) -> None: ...
+        def _collect(self, keep: int) -> None: ...
+
+    def generate(
+        self,
+        prompts: intake.Prompts,
+        params: Params = None,
+        *,
+        on_error: OnError = "raise",
+        progress: bool = False,
+    ) -> list[Generation]:
+        """Answer prompts and return the answers in the prompts' order.
+
+        Parameters
+        ----------
+        prompts : str, list of int, or a list of either
+            Texts or token ids. One str, or one list of ints, is one prompt.
+        params : SamplingParams or list of SamplingParams, optional
+            One for all, or one a prompt.
+        on_error : {"raise", "return"}
+            With "raise" a bad prompt raises before anything is queued. With "return" its `Generation` carries the error
+            and the others run.
+        progress : bool
+            Show a bar.
+
+        Raises
+        ------
+        ValueError, TypeError
+            An empty prompt, a token id outside the vocabulary, a prompt beyond the length limit, a request that even an
+            empty pool could not hold, or as many ``params`` as there are not prompts.
+        RequestError
+            A request that ended with an error on the way.
+
+        Examples
+        --------
+        >>> [len(g.token_ids) for g in engine.generate(["a", "b"], SamplingParams(max_tokens=2, ignore_eos=True))]
+        [2, 2]
+        """
+        return self._answer(intake.as_prompts(prompts), params, on_error, progress)
+
+    def chat(
+        self,
+        conversations: intake.Conversations,
+        params: Params = None,
+        *,
+        on_error: OnError = "raise",
+        progress: bool = False,
+        **template: Any,
+    ) -> list[Generation]:
+        """Answer conversations through the model's own chat template; otherwise as `generate`.
+
+        Parameters
+        ----------
+        conversations : list of dict, or a list of such lists
+            Messages ``{"role": …, "content": …}``. One list of messages is one conversation.
+        **template
+            Further variables for the template.
+
+        Examples
+        --------
+        >>> [g] = engine.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=2, ignore_eos=True))
+        >>> len(g.token_ids)
+        2
+        """
+        tokenizer = intake.need_tokenizer(self.tokenizer, "chat")
+        prompts = [tokenizer.apply_chat_template(c, **template) for c in intake.as_conversations(conversations)]
+        return self._answer(list(prompts), params, on_error, progress)
+
+    def stream(self, prompts: intake.Prompts, params: Params = None) -> DeltaStream:
+        """Yield what is new of each prompt's answer as tokens come; closing the iterator cancels what is left.
+
+        Examples
+        --------
+        >>> "".join(d.text for d in engine.stream("a", SamplingParams(max_tokens=4))) == engine.generate(
+        ...     "a", SamplingParams(max_tokens=4))[0].text
+        True
+        """
+        return DeltaStream(self, self._add(intake.as_prompts(prompts), params))
+
+    def submit(self, prompt: str | Seq[int], params: SamplingParams | None = None) -> Handle:
+        """Queue one prompt and return at once, from any thread. See `Handle`."""
+        return Handle(self, self._add([prompt], params)[0])
+
+    def load(self, path: str | Path) -> Handle:
+        """Go on with a request that `Handle.save` wrote, from the very token that would have come next.
+
+        Examples
+        --------
+        >>> handle = engine.submit("a", SamplingParams(max_tokens=8, ignore_eos=True))
+        >>> _ = engine.step()
+        >>> handle.save(tmp / "one.safetensors")
+        >>> engine.load(tmp / "one.safetensors").result().token_ids == handle.result().token_ids
+        True
+        """
+        request = saving.load(self._maker(), Path(path), self._runner.cache.kv)
+        self._commit([request])
+        return Handle(self, request)
+
+    # ---------------------------------------------------------------- behind them
+
+    def _maker(self) -> intake.RequestMaker:
+        if self._closed:
+            raise EngineClosedError("this engine was closed")
+        return intake.RequestMaker(self.config, self.tokenizer, self.sizes)
+
+    def _commit(self, requests: list[Request]) -> None:
+        """Number the requests, derive their seeds and put them into the inbox, all or none."""
+        with self._add_lock:
+            for i, request in enumerate(requests):
+                intake.number(request, self._next_ordinal + i, self.seed)
+            self._next_ordinal += len(requests)
+            self._counts["requests"] += len(requests)
+            self._inbox.append(requests)
+
+    def _add(self, prompts: Seq[Any], params: Params) -> list[Request]:
+        make = self._maker()
+        requests = [make(p, q, i) for i, (p, q) in enumerate(intake.pair(prompts, params))]
+        self._commit(requests)
+        return requests
+
+    def _answer(self, prompts: Seq[Any], params: Params, on_error: OnError, progress: bool) -> list[Generation]:
+        if on_error not in ("raise", "return"):
+            raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
+        make = self._maker()
+        made: list[Request | Generation] = []
+        for i, (prompt, own) in enumerate(intake.pair(prompts, params)):
+            try:
+                made.append(make(prompt, own, i))
+            except (TypeError, ValueError) as error:
+                if on_error == "raise":
+                    raise
+                made.append(intake.failed(prompt, i, error))
+        requests = [r for r in made if isinstance(r, Request)]
+        self._commit(requests)
+        try:
+            self._drive(requests, progress)
+        except BaseException:
+            self._cancel(requests)
+            raise
+        answers = [r.to_generation() if isinstance(r, Request) else r for r in made]
+        if on_error == "raise":
+            for answer, request in zip(answers, made, strict=True):
+                if answer.error is not None and isinstance(request, Request):
+                    raise RequestError(f"prompt {answer.index}: {answer.error}", answer) from request.sequences[0].exception
+        return answers
+
+    def _drive(self, requests: Seq[Request], progress: bool = False) -> None:
+        """Step until these requests have ended."""
+        left = deque(requests)
+        with intake.progress_bar(requests, progress) as update:
+            while left:
+                while left and left[0].done:
+                    left.popleft()
+                if left:
+                    self._advance(left[0])
+                if progress:
+                    update(sum(r.done for r in requests))
+
+    def _advance(self, request: Request) -> None:
+        """Take a step for a request that has not ended.
+
+        What a step raises has ended the requests it concerns, and their callers learn of it there; where it ended none,
+        it is raised here, since going on would change nothing.
+        """
+        failed = self._counts["error"]
+        try:
+            with self._turn():
+                if not request.done:  # another thread's step may have ended it meanwhile
+                    self._step()
+        except Exception:
+            if self._closed or self._counts["error"] == failed:
+                raise
+
+    def _deltas(self, requests: Seq[Request]) -> Iterator[Delta]:
+        cursors = [Cursor(r, s) for r in requests for s in r.sequences]
+        while cursors:
+            with self._turn():
+                deltas = [cursor.pull() for cursor in cursors]
+            cursors = [cursor for cursor in cursors if not cursor.finished]
+            yield from (delta for delta in deltas if delta is not None)
+            waiting = next((r for r in requests if not r.done), None)
+            if waiting is not None:
+                self._advance(waiting)
+
+    def _cancel(self, requests: Iterable[Request]) -> None:
+        """End requests now, or at the next step's head where a step is running."""
+        left = [r for r in requests if not r.done]
+        if not left or self._closed:
+            return
+        self._cancelled.extend(left)
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._in_turn:
+                    with self._turn():
+                        self._take_inbox()
+            finally:
+                self._lock.release()
+
+    def _fork(self, request: Request, k: int) -> list[Handle]:
+        with self._turn():
+            self._take_inbox()
+            forks = intake.fork(request, k)
+            self._commit(forks)
+            self._take_inbox()
+        return [Handle(self, fork) for fork in forks]
+
+    def _save(self, request: Request, path: Path) -> None:
+        with self._turn():
+            self._take_inbox()
+            self._collect(keep=0)
+            sequence = request.sequences[0]
+            written = self._scheduler.written(sequence) if sequence.slot >= 0 else 0
+            blocks = self._scheduler.row(sequence.slot) if written else []
+            saving.save(request, path, self._runner.read_kv(blocks, written) if written else None)

@@ -1,0 +1,313 @@
+"""BatchEngine: slots, queue, free-block list, block table, and the step that moves requests through them."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from minivllm import logprobs
+from minivllm.block_pool import BlockPool
+from minivllm.calls import Calls
+from minivllm.config import ModelConfig, resolve_dtype
+from minivllm.defaults import choose_sizes
+from minivllm.integrity import check
+from minivllm.intake import choose_device
+from minivllm.loader import load_weights, resolve_model
+from minivllm.lock import FairLock
+from minivllm.model import Model
+from minivllm.request import EngineClosedError, FinishReason, Generation
+from minivllm.runner import Runner, Ticket
+from minivllm.scheduler import Scheduler
+from minivllm.sequence import Request, Sequence
+from minivllm.tokenizer import Tokenizer
+from minivllm.views import Views
+
+
+class BatchEngine(Calls, Views):
+    """Serve a model by continuous batching over a paged KV cache.
+
+    Parameters
+    ----------
+    model : str or Path
+        A directory in the Hugging Face layout, a .gguf file, or a hub id.
+    device : str or torch.device, optional
+        CUDA where there is one, else the CPU.
+    dtype : str or torch.dtype
+        ``"auto"`` is the file's own.
+    num_slots : int, optional
+        Rows of the running batch. 256 on CUDA, 8 on the CPU.
+    block_size : int, optional
+        Tokens a block. 64 on CUDA, 16 on the CPU.
+    num_blocks, kv_cache_bytes : int, optional
+        Size of the KV cache, in blocks or in bytes; one of them. By default what ``num_slots`` sequences of
+        ``max_seq_len`` (at most 8,192 on CUDA, 2,048 on the CPU) need, up to half of the card's free memory (a quarter of
+        the free memory on the CPU).
+    max_seq_len : int, optional
+        Longest sequence, prompt and answer, in tokens. The model's own limit.
+    max_step_tokens : int, optional
+        Tokens computed in one step: longer prompts are cut into chunks. 8,192 on CUDA, 512 on the CPU.
+    prefix_caching : bool
+        Reuse the KV of equal prompt beginnings, by whole blocks.
+    cuda_graphs : bool
+        Replay decode steps from captured graphs.
+    seed : int
+        From which the seeds of requests without one are drawn.
+    progress : bool
+        Show a bar while the weights are read.
+
+    Examples
+    --------
+    >>> with BatchEngine(model, num_slots=2) as engine:
+    ...     [g.finish_reason for g in engine.generate(["one", [1, 2, 3]], SamplingParams(max_tokens=3))]
+    ['length', 'length']
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        num_slots: int | None = None,
+        block_size: int | None = None,
+        num_blocks: int | None = None,
+        kv_cache_bytes: int | None = None,
+        max_seq_len: int | None = None,
+        max_step_tokens: int | None = None,
+        prefix_caching: bool = True,
+        cuda_graphs: bool = True,
+        seed: int = 0,
+        progress: bool = False,
+    ) -> None:
+        self._closed = True  # until there is something to close
+        place = choose_device(device)
+        path = resolve_model(model)
+        self.config = ModelConfig.from_dir(path)
+        self.dtype = resolve_dtype(self.config, dtype, place)
+        self.tokenizer = Tokenizer.load(path)
+        wanted = {
+            "num_slots": num_slots,
+            "block_size": block_size,
+            "num_blocks": num_blocks,
+            "kv_cache_bytes": kv_cache_bytes,
+            "max_seq_len": max_seq_len,
+            "max_step_tokens": max_step_tokens,
+        }
+        choose_sizes(self.config, place, self.dtype, **wanted)  # what cannot be is refused before the weights are read
+        weights = load_weights(path, self.config, place, self.dtype, progress)
+        self.sizes = choose_sizes(self.config, place, self.dtype, **wanted)  # with the memory that is left
+        network = Model(self.config, weights, self.sizes.max_seq_len)
+        self._start(network, prefix_caching, cuda_graphs, seed)
+
+    def _start(self, model: Model, prefix_caching: bool, cuda_graphs: bool, seed: int) -> None:
+        sizes = self.sizes
+        self.device, self.seed = model.device, seed
+        runner = Runner(
+            model,
+            sizes.num_slots,
+            sizes.num_blocks,
+            sizes.block_size,
+            sizes.max_seq_len,
+            sizes.max_step_tokens,
+            cuda_graphs,
+        )
+        self._begin(runner, BlockPool(sizes.num_blocks, sizes.block_size, prefix_caching))
+
+    def _begin(self, runner: Runner, pool: BlockPool) -> None:
+        sizes = self.sizes
+        self._runner = runner
+        self._scheduler = Scheduler(sizes.num_slots, pool, sizes.max_seq_len, sizes.max_step_tokens)
+        self._requests: dict[int, Request] = {}  # those that have not ended, by ordinal
+        self._inbox: deque[list[Request]] = deque()  # added by any thread, taken at a step's head
+        self._cancelled: deque[Request] = deque()
+        self._tickets: deque[Ticket] = deque()  # launched steps, oldest first
+        self._ended: list[Request] = []
+        self._counts: Counter[str] = Counter()
+        self._next_ordinal = 0
+        self._lock = FairLock()
+        self._add_lock = FairLock()
+        self._in_turn = False
+        self._half_done = False  # a turn was interrupted: the stores may disagree
+        self._closed = False
+
+    # ---------------------------------------------------------------- the life of a request
+
+    def step(self) -> list[Generation]:
+        """Take one turn of the loop by hand and return what ended in it.
+
+        Whatever `generate`, `stream` or a server drives goes on beside it. An exception of the forward pass ends the
+        requests in slots with that error, leaves the engine ready, and is raised here.
+
+        Examples
+        --------
+        >>> handle = engine.submit([1, 2, 3], SamplingParams(max_tokens=1))
+        >>> [g.finish_reason for g in engine.step()]
+        ['length']
+        """
+        with self._turn():
+            return [request.to_generation() for request in self._step()]
+
+    def _step(self) -> list[Request]:
+        """Queue, slot, launch, collect, end: every request passes through these lines."""
+        scheduler, runner = self._scheduler, self._runner
+        self._take_inbox()
+        for sequence in scheduler.admit():
+            self._counts["cached_tokens"] += sequence.cached_tokens
+            if sequence.saved_kv is not None:
+                kv = sequence.saved_kv
+                runner.write_kv(scheduler.restored(sequence), kv)
+        if scheduler.host_logits:  # a logits_fn sees all tokens: none may be in flight
+            self._collect(keep=0)
+        batch = scheduler.plan()
+        if batch is not None:
+            self._counts["steps"] += 1
+            self._counts["prompt_tokens"] += batch.num_prefill_tokens
+            self._tickets.append(runner.launch(batch))
+        self._collect(keep=1 if batch is not None and runner.overlap else 0)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _take_inbox(self) -> None:
+        while self._inbox:
+            requests = self._inbox.popleft()
+            self._requests.update((r.ordinal, r) for r in requests)
+            self._scheduler.queue.extend(s for r in requests for s in r.sequences)
+        while self._cancelled:
+            for sequence in self._cancelled.popleft().sequences:
+                self._end(sequence, "cancelled")
+
+    def _collect(self, keep: int) -> None:
+        """Take the tokens of launched steps, oldest first, until ``keep`` are left."""
+        while len(self._tickets) > keep:
+            ticket = self._tickets.popleft()
+            tokens = self._runner.collect(ticket)
+            tokens[list(ticket.errors)] = -1
+            for prompt in ticket.prompt_logprobs:
+                logprobs.store_prompt(prompt)
+            for row, sequence in self._scheduler.apply(ticket.batch, tokens):
+                self._look(ticket, row, sequence, int(tokens[row]))
+
+    def _look(self, ticket: Ticket, row: int, sequence: Sequence, token: int) -> None:
+        """See to a row that may have ended, or whose parameters want more than the token."""
+        if token < 0:
+            error = ticket.errors.get(row)
+            what = (
+                f"logits_fn raised {type(error).__name__}: {error}"
+                if error is not None
+                else f"the logits of output token {sequence.num_output + 1} hold NaN or no finite value"
+            )
+            self._end(sequence, "error", error=what, cause=error)
+            return
+        if sequence.first_token_at == 0:
+            sequence.first_token_at = time.perf_counter()
+        if sequence.logprobs is not None and ticket.logprobs is not None:
+            sequence.logprobs.append(logprobs.of_row(sequence, ticket.logprobs, row, token))
+        end = sequence.end_of_tokens()
+        if end is not None:
+            self._end(sequence, *end)
+        elif sequence.params.stop and (stop := sequence.advance_text()) is not None:
+            self._end(sequence, "stop", stop)
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+        cause: BaseException | None = None,
+    ) -> None:
+        """Close a sequence, free its slot and its blocks, and with the last of a request the request."""
+        if sequence.state == "ended":
+            return
+        self._scheduler.end(sequence)
+        sequence.error, sequence.exception = error, cause
+        sequence.end(reason, stop_reason)
+        self._counts[str(sequence.finish_reason)] += 1
+        request = sequence.request
+        if request.done and self._requests.pop(request.ordinal, None) is not None:
+            self._ended.append(request)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Hold the engine; whatever exception leaves it, Ctrl-C included, leaves it sound."""
+        with self._lock:
+            if self._closed:
+                raise EngineClosedError("this engine was closed")
+            if self._in_turn:
+                raise RuntimeError("the engine cannot be driven from inside one of its own steps (a logits_fn)")
+            self._in_turn = True
+            try:
+                if self._half_done:
+                    self._recover(None)
+                self._half_done = True
+                yield
+                self._half_done = False
+            except BaseException as error:
+                self._recover(error)
+                raise
+            finally:
+                self._in_turn = False
+
+    def _recover(self, error: BaseException | None) -> None:
+        """Free every slot and block. Sequences in slots end with an Exception; after an interrupt they wait again."""
+        self._tickets.clear()
+        self._runner.drain()
+        running = [s for r in self._requests.values() for s in r.sequences if s.state == "running"]
+        self._scheduler.rebuild(self._requests.values())
+        if isinstance(error, Exception):
+            for sequence in running:
+                self._end(sequence, "error", error=f"{type(error).__name__}: {error}", cause=error)
+        for sequence in list(self._scheduler.queue):
+            stop, end = sequence.rebuild_text(), sequence.end_of_tokens()
+            if stop is not None or end is not None:
+                self._end(sequence, *(end or ("stop", stop)))
+        self._half_done = False
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError if any rule between slots, queue, blocks and block table is broken."""
+        with self._turn():
+            self._take_inbox()
+            check(self._scheduler, self._requests.values())
+
+    def close(self) -> None:
+        """Cancel what is left and give all device memory back. A second call does nothing."""
+        if self._closed:
+            return
+        with self._lock:
+            with self._turn():
+                self._take_inbox()
+                for request in list(self._requests.values()):
+                    for sequence in request.sequences:
+                        self._end(sequence, "cancelled")
+            self._closed = True
+            self._tickets.clear()
+            self._runner.close()
+            on_gpu = self.device.type == "cuda"
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> BatchEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.close()
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return "<BatchEngine, closed>"
+        s, c = self.sizes, self.config
+        return (
+            f"<BatchEngine {c.architecture} on {self.device}, {len(self._scheduler.running)}/{s.num_slots} slots, "
+            f"{len(self.free_blocks)}/{s.num_blocks} blocks of {s.block_size} free, {len(self.queue)} queued>"
+        )

@@ -1,0 +1,90 @@
+"""A submitted request in its caller's hands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minivllm.request import Delta, Generation, RequestError
+
+if TYPE_CHECKING:
+    from minivllm.engine import BatchEngine
+    from minivllm.sequence import Request
+
+
+class Handle:
+    """Follow, read, cancel, fork or save one request.
+
+    Waiting for it drives the engine, together with whatever else is in it. Safe to use from several threads.
+
+    Examples
+    --------
+    >>> handle = engine.submit("Once upon a time", SamplingParams(max_tokens=4))
+    >>> handle.done
+    False
+    >>> len(handle.result().token_ids)
+    4
+    """
+
+    def __init__(self, engine: BatchEngine, request: Request) -> None:
+        self._engine = engine
+        self._request = request
+
+    def __repr__(self) -> str:
+        done = "ended" if self.done else "running" if self._request.sequences[0].slot >= 0 else "queued"
+        return f"<Handle {self._request.ordinal}: {done}, {self._request.sequences[0].num_output} tokens>"
+
+    @property
+    def request_id(self) -> int:
+        """The request's number in its engine, from 0."""
+        return self._request.ordinal
+
+    @property
+    def done(self) -> bool:
+        """Whether every sample has ended."""
+        return self._request.done
+
+    def result(self) -> Generation:
+        """Wait for the end and return the answer.
+
+        Raises
+        ------
+        RequestError
+            The request ended with an error; its ``generation`` holds what there was.
+        """
+        self._engine._drive([self._request])
+        generation = self._request.to_generation()
+        if generation.error is not None:
+            cause = next((s.exception for s in self._request.sequences if s.exception is not None), None)
+            raise RequestError(generation.error, generation) from cause
+        return generation
+
+    def __iter__(self) -> Iterator[Delta]:
+        """Yield what is new, from the beginning, until every sample has ended."""
+        return self._engine._deltas([self._request])
+
+    def cancel(self) -> None:
+        """End it now, wherever it is; what it has is kept as the result. Nothing happens where it has ended."""
+        self._engine._cancel([self._request])
+
+    def fork(self, k: int = 1) -> list[Handle]:
+        """Start ``k`` further samples that go on from the tokens so far, full blocks shared.
+
+        They have the same seed and parameters, and sample numbers of their own: where tokens are drawn at random they
+        part ways. Works on sample 0 of a request that has not ended.
+
+        Raises
+        ------
+        ValueError
+            ``k`` below 1, or the request has ended.
+        """
+        return self._engine._fork(self._request, k)
+
+    def save(self, path: str | Path) -> None:
+        """Write tokens, parameters, sampler state and KV to a .safetensors file for `BatchEngine.load`.
+
+        The request goes on here too. A request with a ``logits_fn`` or with ``n`` > 1 cannot be saved, nor one that
+        has ended: ValueError.
+        """
+        self._engine._save(self._request, Path(path))

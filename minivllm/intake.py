@@ -1,0 +1,231 @@
+"""From what a caller passes to requests: every check that needs no device."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from minivllm import _extension
+from minivllm.config import ModelConfig
+from minivllm.defaults import Sizes
+from minivllm.request import Generation, SamplingParams
+from minivllm.sampler import MAX_BIAS, derive_seed
+from minivllm.scheduler import ceil_div
+from minivllm.sequence import Request, Sequence
+from minivllm.tokenizer import Tokenizer
+
+Prompts = str | Seq[str | Seq[int]] | Seq[int]
+Conversations = Seq[Mapping[str, Any]] | Seq[Seq[Mapping[str, Any]]]
+Params = SamplingParams | Seq[SamplingParams] | None
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """Return the device to run on: CUDA where there is one that the kernels run on, unless told otherwise."""
+    if device is None:
+        device = "cuda" if _extension.has_cuda() else "cpu"
+    place = torch.device(device)
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be 'cpu' or 'cuda', not {str(device)!r}")
+    _extension.load()
+    if place.type == "cuda":
+        _extension.check_cuda(place)
+        index = torch.cuda.current_device() if place.index is None else place.index
+        place = torch.device("cuda", index)
+    return place
+
+
+def _is_ids(value: object) -> bool:
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return value.ndim == 1
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) > 0
+        and all(isinstance(x, numbers.Integral) and not isinstance(x, bool) for x in value)
+    )
+
+
+def as_prompts(prompts: Prompts) -> list[Any]:
+    """Return a list of prompts; one str or one list of ints is one prompt."""
+    if isinstance(prompts, str) or _is_ids(prompts):
+        return [prompts]
+    if isinstance(prompts, (bytes, Mapping)) or not hasattr(prompts, "__iter__"):
+        raise TypeError(f"prompts must be a str, a list of ints, or a list of either, not {type(prompts).__name__}")
+    return list(prompts)
+
+
+def as_conversations(conversations: Conversations) -> list[Any]:
+    """Return a list of conversations; one list of messages is one conversation."""
+    if isinstance(conversations, (str, bytes, Mapping)) or not hasattr(conversations, "__iter__"):
+        kind = type(conversations).__name__
+        raise TypeError(f"conversations must be a list of messages or a list of such lists, not {kind}")
+    listed: list[Any] = list(conversations)
+    if listed and all(isinstance(m, Mapping) for m in listed):
+        listed = [listed]
+    for i, messages in enumerate(listed):
+        if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
+            raise TypeError(f"conversation {i} must be a list of messages, not {type(messages).__name__}")
+        if not messages:
+            raise ValueError(f"conversation {i} is empty")
+        for message in messages:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise ValueError(f"conversation {i}: a message needs a 'role' and a 'content', not {message!r}")
+    return listed
+
+
+def pair(prompts: Seq[Any], params: Params) -> list[tuple[Any, SamplingParams]]:
+    """Give each prompt its parameters."""
+    if params is None or isinstance(params, SamplingParams):
+        return [(prompt, params or SamplingParams()) for prompt in prompts]
+    if isinstance(params, (str, Mapping)) or not all(isinstance(p, SamplingParams) for p in params):
+        raise TypeError("params must be a SamplingParams or a list of them")
+    if len(params) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts and {len(params)} params: give one for all, or one a prompt")
+    return list(zip(prompts, params, strict=True))
+
+
+def need_tokenizer(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
+    """Return the tokenizer, or say that ``what`` needs one."""
+    if tokenizer is None:
+        raise ValueError(f"{what} needs a tokenizer.json beside the model's weights, and there is none")
+    return tokenizer
+
+
+class RequestMaker:
+    """Check prompts and parameters against a model and an engine's sizes, and make requests of them."""
+
+    def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, sizes: Sizes) -> None:
+        self.config, self.tokenizer, self.sizes = config, tokenizer, sizes
+
+    def __call__(self, prompt: Any, params: SamplingParams, index: int = 0) -> Request:
+        """Return the request; ValueError or TypeError says what cannot be.
+
+        It has no number and, where its parameters name none, no seed until `number` gives them.
+        """
+        where = f"prompt {index}: "
+        ids = self._token_ids(prompt, where)
+        self._check_params(params, where)
+        sizes = self.sizes
+        if len(ids) >= sizes.max_seq_len:
+            raise ValueError(
+                f"{where}{len(ids)} tokens, and with one token of answer that is beyond max_seq_len = {sizes.max_seq_len}"
+            )
+        capacity = sizes.num_blocks * sizes.block_size + 1  # the last token's KV is never needed
+        wanted = min(len(ids) + (params.max_tokens or 1), sizes.max_seq_len)
+        if wanted > capacity:
+            need = ceil_div(wanted - 1, sizes.block_size)
+            raise ValueError(
+                f"{where}needs {need} blocks of {sizes.block_size} tokens and the KV cache has {sizes.num_blocks}: "
+                "raise num_blocks or kv_cache_bytes, or lower max_tokens"
+            )
+        longest = sizes.max_seq_len if params.max_tokens is None else len(ids) + params.max_tokens
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.config.eos_token_ids))
+        request = Request(
+            ordinal=-1,
+            index=index,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=ids,
+            params=params,
+            seed=-1 if params.seed is None else params.seed,
+            end_ids=frozenset(ends),
+            limit=min(longest, sizes.max_seq_len, capacity),
+            tokenizer=self.tokenizer,
+        )
+        if len(request.bias()) > MAX_BIAS:
+            raise ValueError(f"{where}logit_bias and the ids that min_tokens holds back are more than {MAX_BIAS}")
+        return request
+
+    def _token_ids(self, prompt: Any, where: str) -> list[int]:
+        if isinstance(prompt, str):
+            ids = need_tokenizer(self.tokenizer, "a prompt given as text").encode(prompt)
+        elif _is_ids(prompt):
+            ids = [int(x) for x in prompt]
+        elif isinstance(prompt, (list, tuple)) and not prompt:
+            ids = []
+        else:
+            raise TypeError(f"{where}must be a str or a list of ints, not {prompt!r:.80}")
+        if not ids or prompt == "":
+            raise ValueError(f"{where}is empty")
+        size = self.config.vocab_size
+        for i, token in enumerate(ids):
+            if not 0 <= token < size:
+                raise ValueError(f"{where}token id {token} at place {i} is outside the vocabulary of {size}")
+        return ids
+
+    def _check_params(self, params: SamplingParams, where: str) -> None:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"{where}params must be a SamplingParams, not {type(params).__name__}")
+        size = self.config.vocab_size
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or {})):
+            for token in ids:
+                if not 0 <= token < size:
+                    raise ValueError(f"{where}{name}: token id {token} is outside the vocabulary of {size}")
+        if params.stop:
+            need_tokenizer(self.tokenizer, "stop text")
+
+
+def number(request: Request, ordinal: int, engine_seed: int) -> None:
+    """Give a new request its number and, where it has none, its seed; make its samples where it has none."""
+    request.ordinal = ordinal
+    if request.params.seed is None and request.seed < 0:
+        request.seed = derive_seed(engine_seed, ordinal)
+    if not request.sequences:
+        request.start()
+    for sequence in request.sequences:
+        sequence.order = (ordinal, sequence.sample)
+
+
+def failed(prompt: Any, index: int, error: Exception) -> Generation:
+    """Return the answer to a prompt that was refused."""
+    text = prompt if isinstance(prompt, str) else None
+    return Generation(index, [], "", [], "error", error=f"{type(error).__name__}: {error}", prompt=text)
+
+
+def fork(request: Request, k: int) -> list[Request]:
+    """Make ``k`` requests that go on from where the request's sample 0 stands."""
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"k must be an int of at least 1, not {k!r}")
+    first = request.sequences[0]
+    if first.state == "ended":
+        raise ValueError(f"request {request.ordinal} has ended: there is nothing to go on from")
+    forks = []
+    for _ in range(k):
+        new = Request(
+            ordinal=-1,
+            index=request.index,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            params=request.params,
+            seed=request.seed,
+            end_ids=request.end_ids,
+            limit=request.limit,
+            tokenizer=request.tokenizer,
+            root=request.root or request,
+        )
+        sample = (request.root or request).next_sample()
+        branch = Sequence(new, sample, list(first.tokens), parent=first)
+        branch.logprobs = None if first.logprobs is None else list(first.logprobs)
+        new.prompt_logprobs = request.prompt_logprobs
+        new.sequences = [branch]
+        forks.append(new)
+    return forks
+
+
+@contextmanager
+def progress_bar(requests: Seq[Request], show: bool) -> Iterator[Any]:
+    """Give a function to be called with the number of requests that are done."""
+    if not show:
+        yield lambda done: None
+        return
+    from tqdm.auto import tqdm
+
+    with tqdm(total=len(requests), desc="Answering", unit="prompt") as bar:
+
+        def update(done: int) -> None:
+            bar.update(done - bar.n)
+
+        yield update

@@ -1,0 +1,114 @@
+"""A matrix product whose weight was laid out once for its device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from minivllm import _C
+else:
+    from minivllm import _extension
+
+    _C = _extension.load()
+
+
+def interleave_halves(halves: Tensor) -> Tensor:
+    """Return the rows of ``[a; b]`` as a, b, a, b, ..."""
+    return torch.stack(halves.chunk(2), dim=1).reshape(halves.shape).contiguous()
+
+
+class Linear:
+    """Multiply by a weight: ``x @ weight.T + bias``, one chain over ``in_size`` for each output.
+
+    On the CPU the weight is packed for the vector units and the original is not kept. On a CUDA card
+    that has our kernel for the shape it stays as it is, but for the rows of a gated pair, which are
+    interleaved. Elsewhere torch multiplies.
+
+    Parameters
+    ----------
+    weight
+        ``[out_size, in_size]``, float32, bfloat16 or float16, on the device where products will run.
+    bias
+        ``[out_size]`` in the weight's dtype, or None.
+    gate_up
+        The weight is ``[gate; up]`` and the product is ``silu(gate) * up``, half as wide.
+
+    Raises
+    ------
+    ValueError
+        The weight is no matrix, or ``gate_up`` and ``out_size`` is odd.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, gate_up: bool = False) -> None:
+        if weight.dim() != 2 or (gate_up and weight.shape[0] % 2):
+            raise ValueError(
+                f"weight must be a matrix, of an even height for gate_up, not {list(weight.shape)}"
+            )
+        self.out_size, self.in_size = weight.shape
+        self.gate_up = gate_up
+        weight = weight.detach().contiguous()
+        bias = None if bias is None else bias.detach().contiguous()
+        epilogue = _C.EPILOGUE_SILU_MUL if gate_up else _C.EPILOGUE_NONE
+        self.compiled = not weight.is_cuda or _C.linear_supported(weight, epilogue)
+        if gate_up and self.compiled:
+            weight = interleave_halves(weight)
+            bias = None if bias is None else interleave_halves(bias)
+        if not weight.is_cuda:
+            packed = weight.new_empty(_C.packed_weight_size(weight))
+            _C.pack_weight(packed, weight)
+            weight = packed
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(
+        self, x: Tensor, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Multiply rows.
+
+        Parameters
+        ----------
+        x
+            ``[num_tokens, in_size]`` in the weight's dtype; rows may be apart.
+        residual
+            ``[num_tokens, out_size]``: written to, the product is added to it.
+        out_dtype
+            ``x``'s, where None; or float32, with neither ``residual`` nor ``gate_up``.
+
+        Returns
+        -------
+        Tensor
+            ``residual`` where given, else ``[num_tokens, out_size]`` (half of it for ``gate_up``).
+
+        Raises
+        ------
+        ValueError
+            A shape, dtype or device does not fit.
+        """
+        if not self.compiled:
+            return self._with_torch(x, residual, out_dtype)
+        epilogue = _C.EPILOGUE_NONE
+        if residual is not None:
+            if self.gate_up:
+                raise ValueError("gate_up has no residual")
+            out, epilogue = residual, _C.EPILOGUE_RESIDUAL
+        elif self.gate_up:
+            epilogue = _C.EPILOGUE_SILU_MUL
+            out = torch.empty((x.shape[0], self.out_size // 2), dtype=out_dtype or x.dtype, device=x.device)
+        else:
+            out = torch.empty((x.shape[0], self.out_size), dtype=out_dtype or x.dtype, device=x.device)
+        _C.linear(out, x, self.weight, self.out_size, self.bias, epilogue)
+        return out
+
+    def _with_torch(self, x: Tensor, residual: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        if residual is not None:
+            return residual.add_(y)
+        if self.gate_up:
+            out = torch.empty((y.shape[0], self.out_size // 2), dtype=y.dtype, device=y.device)
+            _C.silu_mul(out, y)
+            y = out
+        return y if out_dtype is None else y.to(out_dtype)

@@ -1,0 +1,67 @@
+"""A lock that serves its waiters in the order they came."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from types import TracebackType
+
+
+class FairLock:
+    """Be held by one thread at a time, again and again by the same one; hand over first come, first served.
+
+    A thread that steps the engine in a loop would otherwise take a plain lock back before a waiting one wakes up.
+    An exception while waiting (Ctrl-C) leaves the lock as if the thread had never asked.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+        self._waiters: deque[tuple[int, threading.Lock]] = deque()
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Take the lock; without ``blocking`` return False at once where another thread holds it."""
+        me = threading.get_ident()
+        with self._mutex:
+            if self._owner is None or self._owner == me:
+                self._owner = me
+                self._depth += 1
+                return True
+            if not blocking:
+                return False
+            gate = threading.Lock()
+            gate.acquire()
+            self._waiters.append((me, gate))
+        try:
+            gate.acquire()
+        except BaseException:
+            with self._mutex:
+                if (me, gate) in self._waiters:
+                    self._waiters.remove((me, gate))
+                    raise
+            self.release()  # it was handed over just now
+            raise
+        return True
+
+    def release(self) -> None:
+        """Give it up; the longest waiter owns it at once."""
+        with self._mutex:
+            self._depth -= 1
+            if self._depth > 0:
+                return
+            if self._waiters:
+                self._owner, gate = self._waiters.popleft()
+                self._depth = 1
+                gate.release()
+            else:
+                self._owner = None
+
+    def __enter__(self) -> FairLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()

@@ -1,0 +1,173 @@
+"""The decoder: a Llama-family model over the blocks of a KV cache, one forward for every mix of prefill and decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from minivllm import ops
+from minivllm.config import rope_cos_sin
+
+if TYPE_CHECKING:
+    from minivllm.config import ModelConfig
+
+
+@dataclass
+class Inputs:
+    """Hold one step's arrays on the device: `minivllm.batch.Batch` after the copy. int32 all."""
+
+    num_decode: int
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    slots: Tensor  # [T], -1: padding
+    sample_lens: Tensor  # [R]
+    sample_slots: Tensor  # [R]
+    sample_rows: Tensor | None  # [R]; None: every row draws
+    seq_slots: Tensor | None = None  # [P]
+    seq_lens: Tensor | None = None  # [P]
+    q_starts: Tensor | None = None  # [P + 1]
+    max_q_len: int = 0
+    max_seq_len: int = 0  # a bound for every sequence of the step
+
+
+@dataclass
+class Cache:
+    """Hold what the device keeps between steps: keys and values, and where each slot's are."""
+
+    kv: Tensor  # [num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]
+    block_table: Tensor  # int32 [num_slots, max_blocks], a view of the slots' state
+    last_tokens: Tensor  # int32 [num_slots], a view of the slots' state
+    workspace: Tensor | None  # of the decode attention
+
+
+@dataclass
+class Layer:
+    """Hold one decoder layer's weights."""
+
+    input_norm: Tensor
+    qkv: ops.Linear
+    o: ops.Linear
+    post_norm: Tensor
+    gate_up: ops.Linear
+    down: ops.Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+class Model:
+    """Compute hidden states and logits of a Llama-family decoder.
+
+    Parameters
+    ----------
+    config : ModelConfig
+    weights : dict of str to Tensor
+        By the loader's names. Emptied: the model keeps each weight in the layout that its device's kernels read.
+    max_seq_len : int
+        Positions that the rotary table covers.
+    """
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], max_seq_len: int) -> None:
+        self.config = config
+        self.embed = weights.pop("embed")
+        self.device, self.dtype = self.embed.device, self.embed.dtype
+        self.scale = config.head_dim**-0.5
+        self.layers = [self._layer(weights, f"layers.{i}.") for i in range(config.num_layers)]
+        self.norm = weights.pop("norm")
+        self.lm_head = ops.Linear(weights.pop("lm_head") if "lm_head" in weights else self.embed)
+        self.cos_sin = rope_cos_sin(config, max_seq_len).to(self.device)
+
+    @staticmethod
+    def _layer(weights: dict[str, Tensor], name: str) -> Layer:
+        def take(key: str) -> Tensor:
+            return weights.pop(name + key)
+
+        def maybe(key: str) -> Tensor | None:
+            return weights.pop(name + key, None)
+
+        return Layer(
+            input_norm=take("input_norm"),
+            qkv=ops.Linear(take("qkv"), maybe("qkv_bias")),
+            o=ops.Linear(take("o"), maybe("o_bias")),
+            post_norm=take("post_norm"),
+            gate_up=ops.Linear(take("gate_up"), gate_up=True),
+            down=ops.Linear(take("down")),
+            q_norm=maybe("q_norm"),
+            k_norm=maybe("k_norm"),
+        )
+
+    def forward(self, inputs: Inputs, cache: Cache, keep_all: bool = False) -> Tensor:
+        """Write the step's keys and values to the cache and return the hidden states that logits come from.
+
+        Parameters
+        ----------
+        inputs : Inputs
+        cache : Cache
+            ``kv`` is written.
+        keep_all : bool
+            Return all T rows, as the prompt's log probabilities need them; else the R rows that draw, so that the
+            last layer computes only those past its keys and values.
+
+        Returns
+        -------
+        Tensor
+            ``[R or T, hidden_size]``, normed.
+        """
+        config = self.config
+        residual = ops.embedding(self.embed, inputs.token_ids, inputs.slots, cache.last_tokens)
+        last = len(self.layers) - 1
+        for i, layer in enumerate(self.layers):
+            x = ops.rms_norm(residual, layer.input_norm, config.rms_norm_eps)
+            q = ops.rope_kv(
+                layer.qkv(x),
+                self.cos_sin,
+                inputs.positions,
+                inputs.slots,
+                cache.block_table,
+                cache.kv[i],
+                config.num_q_heads,
+                layer.q_norm,
+                layer.k_norm,
+                config.rms_norm_eps,
+            )
+            if i == last and inputs.sample_rows is not None and not keep_all:
+                q = q.index_select(0, inputs.sample_rows)
+                residual = residual.index_select(0, inputs.sample_rows)
+                x = self._decode(q, inputs.sample_slots, inputs.sample_lens, inputs, cache, i)
+            else:
+                x = self._attention(q, inputs, cache, i)
+            layer.o(x.flatten(1), residual=residual)
+            x = ops.rms_norm(residual, layer.post_norm, config.rms_norm_eps)
+            layer.down(layer.gate_up(x), residual=residual)
+        return ops.rms_norm(residual, self.norm, config.rms_norm_eps)
+
+    def _attention(self, q: Tensor, inputs: Inputs, cache: Cache, i: int) -> Tensor:
+        d = inputs.num_decode
+        if inputs.seq_slots is None:
+            return self._decode(q, inputs.slots, inputs.sample_lens, inputs, cache, i)
+        assert inputs.seq_lens is not None and inputs.q_starts is not None
+        run = ops.prefill_attention(
+            q[d:],
+            cache.kv[i],
+            cache.block_table,
+            inputs.seq_slots,
+            inputs.seq_lens,
+            inputs.q_starts,
+            inputs.max_q_len,
+            inputs.max_seq_len,
+            self.scale,
+        )
+        if d == 0:
+            return run
+        return torch.cat([self._decode(q[:d], inputs.slots[:d], inputs.sample_lens[:d], inputs, cache, i), run])
+
+    def _decode(self, q: Tensor, slots: Tensor, lens: Tensor, inputs: Inputs, cache: Cache, i: int) -> Tensor:
+        return ops.decode_attention(
+            q, cache.kv[i], cache.block_table, slots, lens, inputs.max_seq_len, self.scale, cache.workspace
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 ``[rows, vocab_size]`` of normed hidden states ``[rows, hidden_size]``."""
+        return self.lm_head(hidden, out_dtype=torch.float32)

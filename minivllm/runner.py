@@ -1,0 +1,319 @@
+"""What happens on the device in one step: copy the batch, forward, draw, copy the tokens back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from minivllm import ops
+from minivllm.batch import Batch, Ints
+from minivllm.model import Cache, Inputs, Model
+from minivllm.sampler import MAX_BIAS, NUM_SLOT_WORDS
+from minivllm.sequence import Sequence
+
+_LOGITS_ROWS = 256  # rows of a prompt whose logits stand in memory at once
+_RING = 4  # host buffers in turn: a step's is written again after that step was collected
+_GRAPH_STEP = 8  # graphs hold 1, 2, 4, 8, then multiples of this many rows
+
+
+@dataclass
+class RowLogprobs:
+    """Log probabilities of R drawn tokens and of the likeliest ones beside them, on the host."""
+
+    logprobs: Tensor  # float32 [R]
+    ranks: Tensor  # int32 [R]
+    top_ids: Tensor  # int32 [R, n]
+    top_logprobs: Tensor  # float32 [R, n]
+
+
+@dataclass
+class PromptLogprobs:
+    """Log probabilities of ``count`` prompt tokens of a sequence, from position ``first`` on."""
+
+    sequence: Sequence
+    first: int
+    tokens: list[int]
+    rows: list[RowLogprobs]
+
+
+@dataclass
+class Ticket:
+    """Stand for a launched step until it is collected."""
+
+    batch: Batch
+    tokens: Tensor  # int32 [R] on the host, good once `event` has happened
+    event: torch.cuda.Event | None
+    logprobs: RowLogprobs | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    errors: dict[int, Exception] = field(default_factory=dict)  # row -> what its logits_fn raised
+
+
+@dataclass
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+    tokens: Tensor
+
+
+class Runner:
+    """Own the device: model, KV cache, one row of state a slot, staging buffers, graphs.
+
+    Parameters
+    ----------
+    model : Model
+    num_slots, num_blocks, block_size, max_seq_len, max_step_tokens : int
+    cuda_graphs : bool
+        Replay decode-only steps from captured graphs; no effect on the CPU.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        num_slots: int,
+        num_blocks: int,
+        block_size: int,
+        max_seq_len: int,
+        max_step_tokens: int,
+        cuda_graphs: bool = True,
+    ) -> None:
+        config = model.config
+        self.model, self.device = model, model.device
+        self.on_gpu = self.device.type == "cuda"
+        self.overlap = self.on_gpu  # the engine launches step t + 1 before it collects step t
+        self.num_slots, self.max_seq_len = num_slots, max_seq_len
+        self.vocab_size = config.vocab_size
+        self._use_graphs = cuda_graphs and self.on_gpu
+        max_blocks = -(-max_seq_len // block_size)
+        self.state = torch.zeros(num_slots, NUM_SLOT_WORDS + max_blocks, dtype=torch.int32, device=self.device)
+        self.state[:, NUM_SLOT_WORDS:] = -1
+        self._flat_state = self.state.view(-1)
+        shape = (config.num_layers, num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
+        self.cache = Cache(
+            kv=torch.empty(shape, dtype=model.dtype, device=self.device),
+            block_table=self.state[:, NUM_SLOT_WORDS:],
+            last_tokens=self.state[:, ops.LAST_TOKEN],
+            workspace=ops.attention_workspace(
+                num_slots, max_seq_len, config.num_q_heads, config.head_dim, self.device
+            ),
+        )
+        self._sample_workspace = ops.sample_workspace(num_slots, config.vocab_size, self.device)
+        self._counts: Tensor | None = None
+        self._bias: tuple[Tensor, Tensor, Tensor] | None = None
+        size = 4 * (max(max_step_tokens, num_slots) + 1) + 16 * num_slots + 2 * num_slots * NUM_SLOT_WORDS + 64
+        size += 2 * (num_slots * max_blocks + 1)
+        self._staging = torch.zeros(size, dtype=torch.int32, device=self.device)
+        self._ring = [torch.zeros(size, dtype=torch.int32, pin_memory=self.on_gpu) for _ in range(_RING)]
+        self._views = [buffer.numpy() for buffer in self._ring]
+        self._results = [torch.zeros(num_slots, dtype=torch.int32, pin_memory=self.on_gpu) for _ in range(_RING)]
+        self._events = [torch.cuda.Event() for _ in range(_RING)] if self.on_gpu else []
+        self._turn = 0
+        self._graphs: dict[tuple[int, bool, bool], _Graph] = {}
+        self._graph_pool: object | None = None
+
+    # ---------------------------------------------------------------- a step
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> Ticket:
+        """Start a step. On a GPU it returns before the step has run."""
+        self._turn = (self._turn + 1) % _RING
+        for setup in batch.setups:
+            self._set_up(setup.slot, setup.token_ids, setup.num_prompt_tokens, setup.uses_counts, setup.bias)
+        rows = self._graph_rows(batch.num_rows) if self._can_replay(batch) else batch.num_rows
+        inputs = self._send(batch, rows)
+        errors: dict[int, Exception] = {}
+        prompt_logprobs: list[PromptLogprobs] = []
+        if self._can_replay(batch):
+            graph = self._graph(rows)
+            graph.graph.replay()
+            logits, tokens = graph.logits[: batch.num_rows], graph.tokens[: batch.num_rows]
+        else:
+            keep_all = bool(batch.prompt_logprobs)
+            hidden = self.model.forward(inputs, self.cache, keep_all)
+            if keep_all:
+                prompt_logprobs = [self._prompt_logprobs(hidden, *entry) for entry in batch.prompt_logprobs]
+                hidden = hidden if inputs.sample_rows is None else hidden.index_select(0, inputs.sample_rows)
+            logits = self.model.logits(hidden)
+            drawn_from = self._call_logits_fns(batch, logits, errors) if batch.host_rows else logits
+            tokens = self._sample(drawn_from, inputs)
+        logprobs = None
+        if batch.num_logprobs >= 0 and batch.num_rows:
+            logprobs = self._row_logprobs(logits, tokens, batch.num_logprobs)
+        out = self._results[self._turn]
+        out[: batch.num_rows].copy_(tokens, non_blocking=True)
+        event = self._events[self._turn] if self.on_gpu else None
+        if event is not None:
+            event.record()
+        return Ticket(batch, out, event, logprobs, prompt_logprobs, errors)
+
+    def collect(self, ticket: Ticket) -> Ints:
+        """Wait for a launched step and return its tokens, -1 where a row's logits could not be drawn from."""
+        if ticket.event is not None:
+            ticket.event.synchronize()
+        tokens: Ints = ticket.tokens.numpy()[: ticket.batch.num_rows].copy()
+        return tokens
+
+    def drain(self) -> None:
+        """Wait until the device is done with everything launched."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def _send(self, batch: Batch, rows: int) -> Inputs:
+        view = self._views[self._turn]
+        need = batch.size(rows)
+        if need > len(view):
+            raise RuntimeError(f"a step of {need} words does not fit the staging buffer of {len(view)}")
+        at = batch.pack(view, rows)
+        staged = self._staging
+        staged[: at[-1]].copy_(self._ring[self._turn][: at[-1]], non_blocking=True)
+        if batch.updates:
+            ops.update_state(self._flat_state, staged[at[9] : at[10]].view(-1, 2))
+        token_ids, positions, slots = (staged[at[i] : at[i + 1]] for i in range(3))
+        if batch.decode_only:
+            lens = staged[at[3] : at[4]]
+            return Inputs(rows, token_ids, positions, slots, lens, slots, None, max_seq_len=self._bound(batch))
+        lens, sample_rows, sample_slots, seq_slots, seq_lens, starts = (staged[at[i] : at[i + 1]] for i in range(3, 9))
+        return Inputs(
+            batch.num_decode,
+            token_ids,
+            positions,
+            slots,
+            lens,
+            sample_slots,
+            sample_rows,
+            seq_slots,
+            seq_lens,
+            starts,
+            batch.max_q_len,
+            self._bound(batch),
+        )
+
+    def _bound(self, batch: Batch) -> int:
+        """Return a bound for the step's lengths; a graph is captured once for all lengths, so it takes the limit."""
+        return self.max_seq_len if self._can_replay(batch) else int(batch.positions.max()) + 1
+
+    def _sample(self, logits: Tensor, inputs: Inputs) -> Tensor:
+        return ops.sample(
+            logits,
+            inputs.sample_slots,
+            inputs.sample_lens,
+            self.state,
+            counts=self._counts,
+            bias=self._bias,
+            workspace=self._sample_workspace,
+        )
+
+    def _row_logprobs(self, logits: Tensor, tokens: Tensor, top_n: int) -> RowLogprobs:
+        found = ops.logprobs(logits, tokens, top_n)
+        if not self.on_gpu:
+            return RowLogprobs(*found)
+        host = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in found]
+        for into, values in zip(host, found, strict=True):
+            into.copy_(values, non_blocking=True)
+        return RowLogprobs(*host)
+
+    # ---------------------------------------------------------------- graphs
+
+    def _can_replay(self, batch: Batch) -> bool:
+        return self._use_graphs and batch.decode_only and not batch.host_rows
+
+    def _graph_rows(self, rows: int) -> int:
+        if rows < _GRAPH_STEP:
+            rows = 1 << (rows - 1).bit_length()
+        else:
+            rows = -(-rows // _GRAPH_STEP) * _GRAPH_STEP
+        return min(rows, self.num_slots)
+
+    def _graph(self, rows: int) -> _Graph:
+        """Return the graph of a decode step of this many rows, captured when first needed."""
+        key = (rows, self._counts is not None, self._bias is not None)
+        found = self._graphs.get(key)
+        if found is not None:
+            return found
+        parts = [self._staging[i * rows : (i + 1) * rows] for i in range(4)]
+        token_ids, positions, slots, lens = parts
+        inputs = Inputs(rows, token_ids, positions, slots, lens, slots, None, max_seq_len=self.max_seq_len)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+            logits = self.model.logits(self.model.forward(inputs, self.cache))
+            tokens = self._sample(logits, inputs)
+        if self._graph_pool is None:
+            self._graph_pool = graph.pool()
+        self._graphs[key] = _Graph(graph, logits, tokens)
+        return self._graphs[key]
+
+    # ---------------------------------------------------------------- what only some requests ask for
+
+    def _set_up(
+        self, slot: int, tokens: list[int], num_prompt: int, uses_counts: bool, bias: list[tuple[int, float, int]]
+    ) -> None:
+        if uses_counts:
+            if self._counts is None:
+                self._counts = torch.zeros(self.num_slots, self.vocab_size, dtype=torch.int32, device=self.device)
+            ids = torch.tensor(tokens, dtype=torch.int32, device=self.device)
+            ops.count_tokens(self._counts[slot], ids, num_prompt)
+        if bias:
+            if self._bias is None:
+                make = [torch.int32, torch.float32, torch.int32]
+                ids, values, until = (
+                    torch.zeros(self.num_slots, MAX_BIAS, dtype=dtype, device=self.device) for dtype in make
+                )
+                self._bias = (ids, values, until)
+            for into, values in zip(self._bias, zip(*bias, strict=True), strict=True):
+                into[slot, : len(bias)] = torch.tensor(values, dtype=into.dtype, device=self.device)
+
+    def _prompt_logprobs(self, hidden: Tensor, sequence: Sequence, row: int, first: int, count: int) -> PromptLogprobs:
+        """Compute log probabilities of the prompt tokens that follow the ``count`` tokens from ``first`` on."""
+        end = min(first + count + 1, sequence.prompt_len)
+        tokens = sequence.tokens[first + 1 : end]
+        out = PromptLogprobs(sequence, first + 1, tokens, [])
+        top_n = sequence.params.prompt_logprobs or 0
+        for at in range(0, len(tokens), _LOGITS_ROWS):
+            ids = torch.tensor(tokens[at : at + _LOGITS_ROWS], dtype=torch.int32, device=self.device)
+            logits = self.model.logits(hidden[row + at : row + at + len(ids)])
+            out.rows.append(self._row_logprobs(logits, ids, top_n))
+        return out
+
+    def _call_logits_fns(self, batch: Batch, logits: Tensor, errors: dict[int, Exception]) -> Tensor:
+        """Give the users' functions a copy of their rows, the log probabilities being those of the raw logits."""
+        logits = logits.clone()
+        for row, sequence in batch.host_rows:
+            fn = sequence.params.logits_fn
+            assert fn is not None
+            try:
+                changed = fn(list(sequence.tokens), logits[row])
+                if changed is not None and changed is not logits[row]:
+                    logits[row] = torch.as_tensor(changed).to(logits[row]).reshape(self.vocab_size)
+            except Exception as error:  # the user's code: its request fails, nothing else does
+                errors[row] = error
+        return logits
+
+    # ---------------------------------------------------------------- saved KV
+
+    def read_kv(self, blocks: list[int], tokens: int) -> Tensor:
+        """Return the KV of a row's first ``tokens`` tokens, [layers, 2, kv heads, tokens, head_dim], on the host."""
+        self.drain()
+        ids = torch.tensor(blocks, dtype=torch.long, device=self.device)
+        kv = self.cache.kv.index_select(1, ids).permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
+        return kv[:, :, :, :tokens].contiguous().cpu()
+
+    def write_kv(self, blocks: list[int], kv: Tensor) -> None:
+        """Put what `read_kv` gave into a row's blocks."""
+        layers, two, heads, tokens, dim = kv.shape
+        size = self.cache.kv.shape[4]
+        padded = torch.zeros(layers, two, heads, len(blocks) * size, dim, dtype=kv.dtype)
+        padded[:, :, :, :tokens] = kv
+        arranged = padded.view(layers, two, heads, len(blocks), size, dim).permute(0, 3, 1, 2, 4, 5)
+        ids = torch.tensor(blocks, dtype=torch.long, device=self.device)
+        self.cache.kv.index_copy_(1, ids, arranged.to(self.device, self.model.dtype).contiguous())
+
+    def close(self) -> None:
+        """Give all device memory back."""
+        self.drain()
+        for graph in self._graphs.values():
+            graph.graph.reset()
+        self._graphs.clear()
+        self.__dict__.clear()
+

@@ -1,0 +1,87 @@
+"""A request on disk: tokens, parameters, sampler state and KV in one .safetensors file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from minivllm.intake import RequestMaker
+from minivllm.request import Logprob, Logprobs, SamplingParams
+from minivllm.sequence import Request, Sequence
+
+_FORMAT = "minivllm-request-1"
+
+
+def _pack_logprobs(logprobs: Logprobs | None) -> list[list[list[object]] | None] | None:
+    if logprobs is None:
+        return None
+    return [p and [[i, x.logprob, x.rank, x.decoded_token] for i, x in p.items()] for p in logprobs]
+
+
+def _unpack_logprobs(data: list[list[list[object]] | None] | None) -> Logprobs | None:
+    if data is None:
+        return None
+    return [p and {int(str(i)): Logprob(*x) for i, *x in p} for p in data]  # type: ignore[arg-type]
+
+
+def save(request: Request, path: Path, kv: Tensor | None) -> None:
+    """Write a request that has not ended; ``kv`` is [layers, 2, kv heads, tokens, head_dim] or None for none yet.
+
+    The file appears whole or not at all.
+    """
+    sequence = request.sequences[0]
+    if request.params.n > 1:
+        raise ValueError(f"request {request.ordinal} has n = {request.params.n} samples; save takes requests with one")
+    if request.params.logits_fn is not None:
+        raise ValueError(f"request {request.ordinal} has a logits_fn, which a file cannot hold")
+    if sequence.state == "ended":
+        raise ValueError(f"request {request.ordinal} has ended: read its result instead")
+    state = {
+        "prompt": request.prompt,
+        "params": request.params.to_dict(),
+        "seed": request.seed,
+        "sample": sequence.sample,
+        "prompt_tokens": sequence.prompt_len,
+        "logprobs": _pack_logprobs(sequence.logprobs),
+        "prompt_logprobs": _pack_logprobs(request.prompt_logprobs),
+    }
+    tensors = {"tokens": torch.tensor(sequence.tokens, dtype=torch.int32)}
+    if kv is not None:
+        tensors["kv"] = kv
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    save_file(tensors, partial, metadata={"format": _FORMAT, "request": json.dumps(state)})
+    os.replace(partial, path)
+
+
+def load(make: RequestMaker, path: Path, cache: Tensor) -> Request:
+    """Read a request for an engine whose KV cache is ``cache``; ValueError where it does not fit the model."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a saved request: {error}") from error
+    if metadata.get("format") != _FORMAT:
+        raise ValueError(f"{path} is not a saved request ({_FORMAT})")
+    state = json.loads(metadata["request"])
+    tokens: list[int] = tensors["tokens"].tolist()
+    request = make(tokens[: state["prompt_tokens"]], SamplingParams.from_dict(state["params"]))
+    request.prompt, request.seed = state["prompt"], state["seed"]
+    if len(tokens) >= request.limit:
+        raise ValueError(f"{path} holds {len(tokens)} tokens, and this engine ends a request at {request.limit}")
+    sequence = Sequence(request, state["sample"], tokens, logprobs=_unpack_logprobs(state["logprobs"]))
+    request.prompt_logprobs = _unpack_logprobs(state["prompt_logprobs"])
+    request.sequences = [sequence]
+    kv = tensors.get("kv")
+    if kv is not None:
+        layers, _, _, heads, _, dim = cache.shape
+        if (kv.shape[0], kv.shape[2], kv.shape[4]) != (layers, heads, dim) or kv.dtype != cache.dtype:
+            raise ValueError(f"{path} was saved by another model: its KV is {kv.dtype} {tuple(kv.shape)}")
+        sequence.saved_kv = kv
+    return request

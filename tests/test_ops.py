@@ -1,0 +1,334 @@
+"""Each operation against torch in float64: odd sizes, strided inputs, memory that was never written.
+
+An error may be twice that of plain torch in the operation's own dtype, both against float64. What the
+engine promises is bitwise: a row's result does not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+from minivllm import ops
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+HEADS = [(24, 8), (14, 2), (28, 4), (40, 8), (9, 3), (8, 8), (8, 1)]
+NO_BLOCK = 2**31 - 1  # what a careless kernel would follow far outside the cache
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def rand(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Draw on the CPU, so that both devices see the same numbers."""
+    return torch.randn(*shape).to(device, dtype)
+
+
+def apart(x: Tensor) -> Tensor:
+    """Return x with NaN between its rows."""
+    wide = torch.full((x.shape[0], x.shape[1] + 24), math.nan, dtype=x.dtype, device=x.device)
+    wide[:, 8 : 8 + x.shape[1]] = x
+    return wide[:, 8 : 8 + x.shape[1]]
+
+
+def ints(values: list[int] | range, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def assert_near(found: Tensor, truth: Tensor, plain: Tensor) -> None:
+    """Allow twice the error of plain torch in found's dtype, and what a chain of float32 sums may lose."""
+    assert found.shape == truth.shape
+    error = (found.double() - truth).abs().max().item()
+    allowed = 2 * (plain.double() - truth).abs().max().item() + 2e-6 * truth.abs().max().item()
+    assert error <= allowed, f"error {error:g}, allowed {allowed:g}"
+
+
+def in_double(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.double() for t in tensors]
+
+
+@dtypes
+@pytest.mark.parametrize("hidden", [8, 72, 576])
+def test_embedding(device, dtype, hidden):
+    weight = rand(101, hidden, dtype=dtype, device=device)
+    state = torch.full((5, 7), NO_BLOCK, dtype=torch.int32, device=device)
+    state[:, 3] = ints([100, 0, 17, 2**31 - 1, -5], device)  # two of them outside the vocabulary
+    ids = ints([0, 100, -1, -1, -1, -1, -1, 101, -7], device)
+    slots = ints([4, -1, 0, 2, 3, 4, -1, 1, 1], device)
+    found = ops.embedding(weight, ids, slots, state[:, 3])
+    assert torch.equal(found, reference.embedding(weight, ids, slots, state[:, 3]))
+    assert torch.equal(ops.embedding(weight, ids[:2]), weight[[0, 100]])
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [1, 5, 130])
+@pytest.mark.parametrize("hidden", [8, 72, 576, 2048])
+def test_rms_norm(device, dtype, rows, hidden):
+    x = rand(rows, hidden, dtype=dtype, device=device)
+    weight = rand(hidden, dtype=dtype, device=device)
+    truth = reference.rms_norm(*in_double(x, weight), 1e-5)
+    plain = reference.rms_norm(x, weight, 1e-5)
+    found = ops.rms_norm(apart(x), weight, 1e-5)
+    assert_near(found, truth, plain)
+    assert torch.equal(ops.rms_norm(x[-1:], weight, 1e-5), found[-1:])
+
+    residual = rand(rows, hidden, dtype=dtype, device=device)
+    added = residual + x
+    found = ops.rms_norm(apart(x), weight, 1e-5, residual)
+    assert torch.equal(residual, added)
+    assert torch.equal(found, ops.rms_norm(added, weight, 1e-5))
+
+
+def test_rms_norm_of_zeros_is_zero(device):
+    zeros = torch.zeros(2, 64, device=device)
+    assert torch.equal(ops.rms_norm(zeros, zeros[0] + 1, 1e-6), zeros)
+
+
+@dtypes
+@pytest.mark.parametrize("size", [8, 40, 1536])
+def test_silu_mul(device, dtype, size):
+    x = rand(7, 2 * size, dtype=dtype, device=device) * 4
+    found = ops.silu_mul(apart(x))
+    assert_near(found, reference.silu_mul(x.double()), reference.silu_mul(x))
+    assert torch.equal(ops.silu_mul(x[3:4]), found[3:4])
+
+
+def test_silu_of_the_largest_numbers_is_finite(device):
+    x = torch.tensor([[-3e38, -1e4, -90.0, 0.0, 90.0, 1e4, 3e38, 1.0] + [1.0] * 8], device=device)
+    torch.testing.assert_close(ops.silu_mul(x), reference.silu_mul(x))
+
+
+@dtypes
+@pytest.mark.parametrize("kind", ["plain", "bias", "residual", "gate_up", "gate_up_bias", "logits"])
+@pytest.mark.parametrize(("n", "k"), [(576, 576), (192, 1536), (50, 33), (16, 64)])
+def test_linear(device, dtype, kind, n, k):
+    weight = rand(n, k, dtype=dtype, device=device) / math.sqrt(k)
+    bias = rand(n, dtype=dtype, device=device) if "bias" in kind else None
+    layer = ops.Linear(weight, bias, gate_up="gate_up" in kind)
+    out_dtype = torch.float32 if kind == "logits" else None
+    for rows in (1, 3, 8, 21, 70):
+        x = rand(rows, k, dtype=dtype, device=device)
+        residual = rand(rows, n, dtype=dtype, device=device) if kind == "residual" else None
+        inputs = (x, weight, bias, residual)
+        truth = reference.linear(*in_double(*inputs), gate_up=layer.gate_up)
+        plain = reference.linear(*inputs, gate_up=layer.gate_up)
+        given = None if residual is None else residual.clone()
+        found = layer(x if k == 33 else apart(x), residual=given, out_dtype=out_dtype)
+        assert found.dtype == (out_dtype or dtype)
+        assert given is None or found is given
+        assert_near(found, truth, plain)
+        if layer.compiled:
+            for row in (0, rows - 1):
+                alone = None if residual is None else residual[row : row + 1].clone()
+                one = layer(x[row : row + 1], residual=alone, out_dtype=out_dtype)
+                assert torch.equal(one, found[row : row + 1])
+
+
+def test_linear_keeps_a_nan_in_its_row(device):
+    layer = ops.Linear(rand(64, 64, dtype=torch.bfloat16, device=device))
+    x = rand(9, 64, dtype=torch.bfloat16, device=device)
+    clean = layer(x)
+    x[4, 7] = math.nan
+    found = layer(x)
+    assert found[4].isnan().all()
+    assert torch.equal(found[[0, 3, 5, 8]], clean[[0, 3, 5, 8]])
+
+
+class Pool:
+    """A cache full of NaN and a strided table whose unused entries lead far outside it."""
+
+    def __init__(self, device, dtype, seq_lens, num_kv_heads, head_dim, block_size):
+        num_blocks = [-(-n // block_size) for n in seq_lens]
+        shape = (sum(num_blocks) + 3, 2, num_kv_heads, block_size, head_dim)
+        self.cache = torch.full(shape, math.nan, dtype=dtype, device=device)
+        table = torch.full((len(seq_lens), 16 + max(num_blocks) + 2), NO_BLOCK, dtype=torch.int32)
+        order = torch.randperm(shape[0]).int().split([*num_blocks, 3])
+        for slot, blocks in enumerate(order[:-1]):
+            table[slot, 16 : 16 + len(blocks)] = blocks
+        self.table = table.to(device)[:, 16:]
+
+    def fill(self, slot: int, seq_len: int) -> tuple[Tensor, Tensor]:
+        """Write random keys and values of a slot's first positions."""
+        heads, head_dim = self.cache.shape[2], self.cache.shape[4]
+        k, v = (
+            rand(seq_len, heads, head_dim, dtype=self.cache.dtype, device=self.cache.device) for _ in "kv"
+        )
+        reference.write_kv(self.cache, self.table, slot, 0, k, v)
+        return k, v
+
+
+def angles(head_dim: int, max_position: int, device: torch.device) -> Tensor:
+    """Return ``float32[max_position, head_dim]``: cosines, then sines."""
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    at = torch.arange(max_position, dtype=torch.float64)[:, None] * frequencies
+    return torch.cat([at.cos(), at.sin()], dim=-1).float().to(device)
+
+
+@dtypes
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("heads", HEADS)
+def test_rope_kv(device, dtype, normed, head_dim, heads):
+    (num_q_heads, num_kv_heads), eps = heads, 1e-6
+    pool = Pool(device, dtype, [40, 7], num_kv_heads, head_dim, 8)
+    rows = [(0, 39), (1, 6), (0, 0), (-1, 3), (1, 2), (-1, 10**9), (0, 8)]
+    slots = ints([slot for slot, _ in rows], device)
+    positions = ints([position for _, position in rows], device)
+    qkv = rand(len(rows), (num_q_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, device=device)
+    norms = [rand(head_dim, dtype=dtype, device=device) for _ in "qk"] if normed else [None, None]
+    cos_sin = angles(head_dim, 64, device)
+    q = ops.rope_kv(apart(qkv), cos_sin, positions, slots, pool.table, pool.cache, num_q_heads, *norms, eps)
+
+    def rotated(qkv: Tensor, norms: list[Tensor | None]) -> list[Tensor]:
+        parts = reference.split_qkv(qkv, num_q_heads, num_kv_heads, head_dim)[:2]
+        for part, norm in zip(parts, norms, strict=True):
+            part = part if norm is None else reference.rms_norm(part, norm, eps)
+            yield reference.rotate(part, cos_sin, positions.clamp(max=63))
+
+    kept = [i for i, (slot, _) in enumerate(rows) if slot >= 0]
+    blocks = pool.table[slots[kept].long(), positions[kept].long() // 8].long()
+    written = pool.cache[blocks, :, :, positions[kept].long() % 8]
+    truth_q, truth_k = rotated(qkv.double(), in_double(*norms))
+    plain_q, plain_k = rotated(qkv, norms)
+    assert_near(q[kept], truth_q[kept], plain_q[kept])
+    assert_near(written[:, 0], truth_k[kept], plain_k[kept])
+    assert torch.equal(written[:, 1], reference.split_qkv(qkv, num_q_heads, num_kv_heads, head_dim)[2][kept])
+    pool.cache[blocks, :, :, positions[kept].long() % 8] = math.nan
+    assert pool.cache.isnan().all(), "something else was written"
+
+
+def prefill(pool: Pool, q: Tensor, slots, seq_lens, q_lens, scale: float) -> Tensor:
+    device = q.device
+    starts = [0, *torch.tensor(q_lens).cumsum(0).tolist()]
+    return ops.prefill_attention(
+        q, pool.cache, pool.table, ints(slots, device), ints(seq_lens, device), ints(starts, device),
+        max(q_lens), max(seq_lens), scale,
+    )  # fmt: skip
+
+
+def decode(pool: Pool, q: Tensor, slots, seq_lens, scale: float) -> Tensor:
+    bound = max(seq_lens)
+    workspace = ops.attention_workspace(q.shape[0], bound, q.shape[1], q.shape[2], q.device)
+    return ops.decode_attention(
+        q, pool.cache, pool.table, ints(slots, q.device), ints(seq_lens, q.device), bound, scale, workspace
+    )
+
+
+@dtypes
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("heads", HEADS)
+def test_attention(device, dtype, head_dim, heads):
+    check_attention(device, dtype, heads, head_dim, 16)
+
+
+@dtypes
+@pytest.mark.parametrize("block_size", [1, 5, 16, 256])
+@pytest.mark.parametrize("head_dim", [8, 16, 32, 40, 256])
+def test_attention_of_odd_sizes(dtype, head_dim, block_size):
+    check_attention(torch.device("cpu"), dtype, (4, 2), head_dim, block_size)
+
+
+def check_attention(device, dtype, heads, head_dim, block_size):
+    num_q_heads, num_kv_heads = heads
+    seq_lens, q_lens, scale = [1, 33, 300, 64, 65], [1, 33, 9, 1, 40], head_dim**-0.5
+    pool = Pool(device, dtype, seq_lens, num_kv_heads, head_dim, block_size)
+    kv = [pool.fill(slot, n) for slot, n in enumerate(seq_lens)]
+    order = [3, 0, 4, 2, 1]
+    q = [rand(n, num_q_heads, head_dim, dtype=dtype, device=device) for n in q_lens]
+    found = prefill(
+        pool, torch.cat([q[i] for i in order]), order, [seq_lens[i] for i in order],
+        [q_lens[i] for i in order], scale,
+    )  # fmt: skip
+    for i, rows in zip(order, found.split([q_lens[i] for i in order]), strict=True):
+        truth = reference.attention(*in_double(q[i], *kv[i]), scale)
+        assert_near(rows, truth, reference.attention(q[i], *kv[i], scale))
+    last = torch.cat([q[i][-1:] for i in order])
+    together = decode(pool, last, order, [seq_lens[i] for i in order], scale)
+    ends = torch.tensor([q_lens[i] for i in order]).cumsum(0) - 1
+    assert torch.equal(together, found[ends.to(device)])
+    for row, i in enumerate(order):
+        assert torch.equal(decode(pool, last[row : row + 1], [i], [seq_lens[i]], scale)[0], together[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=["bfloat16", "float16"])
+def test_attention_in_one_shot_in_chunks_and_by_decode(device, dtype):
+    seq_len, scale = 600, 0.125
+    pool = Pool(device, dtype, [seq_len], 3, 64, 16)
+    pool.fill(0, seq_len)
+    q = rand(seq_len, 9, 64, dtype=dtype, device=device)
+    whole = prefill(pool, q, [0], [seq_len], [seq_len], scale)
+    cuts = [0, 1, 18, 64, 65, 129, 256, 400, seq_len]
+    for begin, end in pairwise(cuts):
+        assert torch.equal(prefill(pool, q[begin:end], [0], [end], [end - begin], scale), whole[begin:end])
+    for n in (600, 513, 512, 511, 257, 256, 255, 65, 64, 63, 16, 2, 1):
+        # What lies behind a row's end must not matter.
+        rest = torch.full((seq_len - n, 3, 64), math.nan, dtype=dtype, device=device)
+        reference.write_kv(pool.cache, pool.table, 0, n, rest, rest)
+        assert torch.equal(decode(pool, q[n - 1 : n], [0], [n], scale), whole[n - 1 : n])
+
+
+def test_attention_leaves_padding_out(device):
+    pool = Pool(device, torch.bfloat16, [20, 20], 2, 64, 16)
+    pool.fill(0, 20), pool.fill(1, 20)
+    q = rand(3, 4, 64, dtype=torch.bfloat16, device=device)
+    found = decode(pool, q, [1, -1, 0], [20, 5, 20], 0.125)
+    assert torch.equal(found[[0, 2]], decode(pool, q[[0, 2]], [1, 0], [20, 20], 0.125))
+
+
+def test_scores_of_any_size_give_finite_weights(device):
+    pool = Pool(device, torch.float32, [100], 1, 64, 16)
+    k, v = pool.fill(0, 100)
+    q = rand(1, 1, 64, dtype=torch.float32, device=device) * 1e4
+    found = decode(pool, q, [0], [100], 1.0)
+    torch.testing.assert_close(found, reference.attention(q, k, v, 1.0))
+
+
+@pytest.mark.gpu
+def test_a_cache_past_two_billion_elements():
+    device, shape = torch.device("cuda"), (2**31 // (2 * 8 * 16 * 64) + 2, 2, 8, 16, 64)
+    cache = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    last = shape[0] - 1
+    table = ints([last], device)[None]
+    qkv = rand(1, 24 * 64, dtype=torch.bfloat16, device=device)
+    zero = ints([0], device)
+    q = ops.rope_kv(qkv, angles(64, 8, device), zero, zero, table, cache, 8)
+    assert torch.equal(cache[last, 1, :, 0].flatten(), qkv[0, 16 * 64 :])
+    workspace = ops.attention_workspace(1, 1, 8, 64, device)
+    found = ops.decode_attention(q, cache, table, zero, ints([1], device), 1, 0.125, workspace)
+    assert torch.equal(found.flatten(), qkv[0, 16 * 64 :])  # one key has all the weight
+    starts = ints([0, 1], device)
+    found = ops.prefill_attention(q, cache, table, zero, ints([1], device), starts, 1, 1, 0.125)
+    assert torch.equal(found.flatten(), qkv[0, 16 * 64 :])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x, i: ops.rms_norm(x, x[0, :5], 1e-5), r"weight must have the shape \[hidden_size\] = \[8\]"),
+        (lambda x, i: ops.rms_norm(x.t(), x[:, 0], 1e-5), "x must have contiguous rows"),
+        (lambda x, i: ops.rms_norm(x, x[0].half(), 1e-5), "weight must be Float, not Half"),
+        (lambda x, i: ops.embedding(x, i.long()), "token_ids must be Int, not Long"),
+        (lambda x, i: ops.silu_mul(x[:, :5]), r"x must have the shape \[num_tokens, two_sizes\]"),
+        (lambda x, i: ops.Linear(x)(x[:, :4]), r"weight must have the shape"),
+        (lambda x, i: ops.Linear(x)(x, residual=x[:2]), r"out must have the shape \[num_tokens, out_size\]"),
+        (lambda x, i: ops.update_state(i, i.view(-1, 1)), r"pairs must have the shape \[num_pairs, two\]"),
+    ],
+)
+def test_a_wrong_argument_is_named(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(torch.zeros(4, 8), torch.zeros(4, dtype=torch.int32))
+
+
+def test_no_rows_give_no_rows(device):
+    x = torch.zeros(0, 64, device=device)
+    assert ops.rms_norm(x, torch.ones(64, device=device), 1e-5).shape == (0, 64)
+    assert ops.silu_mul(x).shape == (0, 32)
+    assert ops.Linear(torch.zeros(8, 64, device=device))(x).shape == (0, 8)
