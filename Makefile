@@ -4,10 +4,14 @@
 # VENV= (empty) installs nothing and takes PYTHON's own packages, torch included:
 #   make gpu-report PYTHON=python3 VENV=
 
+SHELL := bash
+.SHELLFLAGS := -eo pipefail -c
+
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 NVCC ?= nvcc
+BENCH ?= benchmarks/host.py
 
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
@@ -19,6 +23,9 @@ endif
 
 SOURCES := setup.py $(wildcard csrc/*.* csrc/*/*.*)
 CLANG_FORMAT_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES))
+# Of a compiler's line, the number and the source.
+BRIEF := sed -u -E 's/^(\[[0-9]+\/[0-9]+\]) .* -c (\S+) -o .*/\1 \2/'
+
 KERNELS := $(wildcard csrc/cuda/*.cu)
 KERNEL_ARCHS := 80 90a
 KERNEL_OBJECTS := $(foreach arch,$(KERNEL_ARCHS),$(KERNELS:csrc/cuda/%.cu=build/kernels/sm_$(arch)/%.o))
@@ -31,7 +38,7 @@ help:
 	@echo 'make test        the tests'
 	@echo 'make lint        ruff, mypy, clang-format'
 	@echo 'make kernels     each CUDA file by nvcc alone, warnings as errors'
-	@echo 'make bench       the benchmarks (benchmarks/)'
+	@echo 'make bench       a benchmark: BENCH=benchmarks/host.py (the default) or another, BENCH_ARGS='
 	@echo 'make gpu-report  on a machine with a card: the GPU tests, written down in tests/gpu_report.json'
 	@echo 'make clean       everything that was built or installed here'
 
@@ -39,6 +46,8 @@ demo: $(STAMPS)/installed
 	$(PY) examples/demo_model.py
 	$(PY) examples/quickstart.py
 
+# Threads that wait by spinning crawl where there are more of them than free cores.
+test: export OMP_WAIT_POLICY ?= passive
 test: $(STAMPS)/dev
 	$(PY) -m pytest $(PYTEST_ARGS)
 
@@ -49,7 +58,7 @@ lint: $(STAMPS)/dev
 	$(dir $(PY))clang-format --dry-run -Werror $(CLANG_FORMAT_FILES)
 
 bench: $(STAMPS)/installed
-	$(PY) -m benchmarks $(BENCH_ARGS)
+	$(PY) $(BENCH) $(BENCH_ARGS)
 
 # The card's machine may reach no registry: this takes the torch, pytest and transformers of PYTHON.
 gpu-report:
@@ -76,24 +85,24 @@ $(VENV)/stamps/torch:
 	@$(PYTHON) -c 'import sys; sys.exit("minivllm needs Python 3.10 or newer; this is " + sys.version.split()[0] \
 	  + " (make PYTHON=...)" if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install $(TORCH) 'setuptools>=77' wheel ninja
+	$(PY) -m pip install $(TORCH) numpy 'setuptools>=77' wheel ninja
 	@mkdir -p $(@D) && touch $@
 
 ifeq ($(strip $(VENV)),)
 $(STAMPS)/built: $(SOURCES)
-	$(PY) setup.py -q build_ext --inplace
+	$(PY) setup.py -q build_ext --inplace | $(BRIEF)
 	@mkdir -p $(@D) && touch $@
 
 $(STAMPS)/installed $(STAMPS)/dev: $(STAMPS)/built
 	@touch $@
 else
 $(STAMPS)/built: $(SOURCES) $(STAMPS)/torch
-	$(PY) setup.py -q build_ext --inplace
+	$(PY) setup.py -q build_ext --inplace | $(BRIEF)
 	@touch $@
 
 # --no-build-isolation: the objects that were just built serve again.
 $(STAMPS)/packages: pyproject.toml $(STAMPS)/built
-	$(PY) -m pip install -qq --no-build-isolation -e .
+	$(PY) -m pip install -qq --no-build-isolation -e '.[gguf]'
 	@touch $@
 
 $(STAMPS)/dev-packages: pyproject.toml $(STAMPS)/built

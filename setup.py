@@ -56,9 +56,7 @@ def import_torch():
 def ask(command: list[str]) -> str:
     """Return what a command prints, on either stream, or '' where it cannot be run."""
     try:
-        return subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
-        ).stdout
+        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return ""
 
@@ -163,9 +161,7 @@ def extension():
     sources += sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc/cuda").glob("*.cu"))
     macros = [("MINIVLLM_WITH_CUDA", "1")]
     nvcc = ["-O3", "-Xcompiler=-fvisibility=hidden"]
-    return CUDAExtension(
-        "minivllm._C", sources, define_macros=macros, extra_compile_args={"cxx": cxx, "nvcc": nvcc}
-    )
+    return CUDAExtension("minivllm._C", sources, define_macros=macros, extra_compile_args={"cxx": cxx, "nvcc": nvcc})
 
 
 setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExt})

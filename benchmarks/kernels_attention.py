@@ -101,10 +101,7 @@ def prefill_row(
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], **ints)
     operations = sum(2 * n * (n + 1) * head_dim * num_q_heads for n in lengths)
     caches = [filled_cache(sum(counts), num_kv_heads, block_size, head_dim) for _ in range(4)]
-    queries = [
-        torch.randn(sum(lengths), num_q_heads, head_dim, device=DEVICE, dtype=torch.bfloat16)
-        for _ in range(4)
-    ]
+    queries = [torch.randn(sum(lengths), num_q_heads, head_dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)]
     out = torch.empty_like(queries[0])
 
     def call(cache: torch.Tensor, q: torch.Tensor) -> Callable[[], None]:
@@ -125,10 +122,7 @@ def prefill_row(
     row = {"us": seconds * 1e6, "tflops": operations / seconds / 1e12}
     if baselines and len(set(lengths)) == 1:
         batch, n = len(lengths), lengths[0]
-        q, k, v = (
-            torch.randn(batch, num_q_heads, n, head_dim, device=DEVICE, dtype=torch.bfloat16)
-            for _ in range(3)
-        )
+        q, k, v = (torch.randn(batch, num_q_heads, n, head_dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
         for name, backend in (
             ("flash", SDPBackend.FLASH_ATTENTION),
             ("cudnn", SDPBackend.CUDNN_ATTENTION),
@@ -181,9 +175,7 @@ def rows(kernels: Any, full: bool = True) -> list[tuple[str, dict[str, float]]]:
     result += [(f"prefill {name}", prefill_row(kernels, lengths)) for name, lengths in PREFILL.items()]
     if full:
         result.append(("prefill 1x8192 dim 128", prefill_row(kernels, [8192], head_dim=128)))
-        result.append(
-            ("prefill 1x8192 block 16", prefill_row(kernels, [8192], block_size=16, baselines=False))
-        )
+        result.append(("prefill 1x8192 block 16", prefill_row(kernels, [8192], block_size=16, baselines=False)))
         result.append(("prefill 1x4096 block 1", prefill_row(kernels, [4096], block_size=1, baselines=False)))
     return result
 

@@ -28,9 +28,7 @@ def changes(before: list, after: list, ended: list) -> list[str]:
     words = []
     for answer in ended:
         where = next((f" leaves slot {v.slot}" for v in before if v.request_id == answer.request_id), "")
-        words.append(
-            f"prompt {answer.request_id}{where} ({answer.finish_reason}, {len(answer.token_ids)} tokens)"
-        )
+        words.append(f"prompt {answer.request_id}{where} ({answer.finish_reason}, {len(answer.token_ids)} tokens)")
     for old, new in zip(before, after, strict=True):
         if new.request_id not in (None, old.request_id):
             cached = f" ({new.cached_tokens} tokens cached)" if new.cached_tokens else ""

@@ -77,9 +77,7 @@ def check_cuda(device: torch.device) -> None:
             "torch with CUDA are."
         )
     if not torch.cuda.is_available():
-        raise RuntimeError(
-            f"device {str(device)!r} was asked for and torch {torch.__version__} sees no CUDA card."
-        )
+        raise RuntimeError(f"device {str(device)!r} was asked for and torch {torch.__version__} sees no CUDA card.")
     capability = torch.cuda.get_device_capability(device)
     if not any(runs_on(arch, capability) for arch in info.archs):
         card = "{}.{}".format(*capability)

@@ -58,6 +58,7 @@ class Batch:
     prompt_logprobs: list[tuple[Sequence, int, int, int]] = field(default_factory=list)  # (sequence, row, first, count)
     host_rows: list[tuple[int, Sequence]] = field(default_factory=list)  # rows whose logits a logits_fn sees
     sequences: list[Sequence] = field(default_factory=list)  # [R], as sample_rows
+    runs: list[Sequence] = field(default_factory=list)  # [P]
     epochs: Ints = field(default_factory=_empty)  # [R]
 
     @property

@@ -42,6 +42,7 @@ class BlockPool:
         self.block_size = block_size
         self.caching = caching
         self._hash_fn = hash_fn
+        self.num_taken = self.num_given = 0  # changes of owners since the pool was made
         self.reset()
 
     def reset(self) -> None:
@@ -70,6 +71,7 @@ class BlockPool:
         else:
             return None
         self.refs[block] = 1
+        self.num_taken += 1
         return block
 
     def share(self, block: int) -> None:
@@ -77,11 +79,13 @@ class BlockPool:
         if self.refs[block] == 0:
             del self.cached[block]
         self.refs[block] += 1
+        self.num_taken += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Give up a row's blocks, given in the row's order; the tail is forgotten before the head."""
         for block in reversed(list(blocks)):
             self.refs[block] -= 1
+            self.num_given += 1
             if self.refs[block] > 0:
                 continue
             if block in self._node:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence as Seq
+from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -71,7 +72,8 @@ class DeltaStream(Iterator[Delta]):
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        # Wherever the collector comes by, perhaps inside the engine's own locks: never wait here.
+        self._calls._cancel(self._requests, wait=False)
 
 
 class Calls:
@@ -94,7 +96,7 @@ class Calls:
 
     if TYPE_CHECKING:
 
-        def _turn(self) -> AbstractContextManager[None]: ...
+        def _turn(self, repair: bool = True) -> AbstractContextManager[None]: ...
         def _step(self) -> list[Request]: ...
         def _take_inbox(self) -> None: ...
         def _collect(self, keep: int) -> None: ...
@@ -202,7 +204,7 @@ class Calls:
         return intake.RequestMaker(self.config, self.tokenizer, self.sizes)
 
     def _commit(self, requests: list[Request]) -> None:
-        """Number the requests, derive their seeds and put them into the inbox, all or none."""
+        """Put new requests into the inbox, all or none, with their numbers and seeds."""
         with self._add_lock:
             for i, request in enumerate(requests):
                 intake.number(request, self._next_ordinal + i, self.seed)
@@ -213,8 +215,12 @@ class Calls:
     def _add(self, prompts: Seq[Any], params: Params) -> list[Request]:
         make = self._maker()
         requests = [make(p, q, i) for i, (p, q) in enumerate(intake.pair(prompts, params))]
-        self._commit(requests)
-        return requests
+        try:
+            self._commit(requests)
+            return requests
+        except BaseException:  # Ctrl-C: nobody would ever read them
+            self._cancel(requests)
+            raise
 
     def _answer(self, prompts: Seq[Any], params: Params, on_error: OnError, progress: bool) -> list[Generation]:
         if on_error not in ("raise", "return"):
@@ -229,8 +235,8 @@ class Calls:
                     raise
                 made.append(intake.failed(prompt, i, error))
         requests = [r for r in made if isinstance(r, Request)]
-        self._commit(requests)
         try:
+            self._commit(requests)
             self._drive(requests, progress)
         except BaseException:
             self._cancel(requests)
@@ -239,7 +245,9 @@ class Calls:
         if on_error == "raise":
             for answer, request in zip(answers, made, strict=True):
                 if answer.error is not None and isinstance(request, Request):
-                    raise RequestError(f"prompt {answer.index}: {answer.error}", answer) from request.sequences[0].exception
+                    raise RequestError(f"prompt {answer.index}: {answer.error}", answer) from request.sequences[
+                        0
+                    ].exception
         return answers
 
     def _drive(self, requests: Seq[Request], progress: bool = False) -> None:
@@ -269,7 +277,7 @@ class Calls:
             if self._closed or self._counts["error"] == failed:
                 raise
 
-    def _deltas(self, requests: Seq[Request]) -> Iterator[Delta]:
+    def _deltas(self, requests: Seq[Request]) -> Generator[Delta, None, None]:
         cursors = [Cursor(r, s) for r in requests for s in r.sequences]
         while cursors:
             with self._turn():
@@ -280,33 +288,39 @@ class Calls:
             if waiting is not None:
                 self._advance(waiting)
 
-    def _cancel(self, requests: Iterable[Request]) -> None:
-        """End requests now, or at the next step's head where a step is running."""
+    def _cancel(self, requests: Iterable[Request], wait: bool = True) -> None:
+        """End requests now, or at the turn's end where a turn is on."""
         left = [r for r in requests if not r.done]
-        if not left or self._closed:
-            return
-        self._cancelled.extend(left)
-        if self._lock.acquire(blocking=False):
+        if left and not self._closed:
+            self._cancelled.extend(left)
+            self._end_cancelled(wait)
+
+    def _end_cancelled(self, wait: bool) -> None:
+        """End what was cancelled. A turn that is on sees to it at its end; ``wait`` is for those who only look."""
+        if self._lock.acquire(blocking=wait and not self._in_turn):
             try:
-                if not self._in_turn:
+                if not self._in_turn and not self._closed:
                     with self._turn():
                         self._take_inbox()
             finally:
                 self._lock.release()
 
     def _fork(self, request: Request, k: int) -> list[Handle]:
-        with self._turn():
-            self._take_inbox()
-            forks = intake.fork(request, k)
-            self._commit(forks)
-            self._take_inbox()
+        with self._lock:
+            with self._turn():
+                self._take_inbox()
+            with self._turn(repair=False):
+                forks = intake.fork(request, k)
+                self._commit(forks)
         return [Handle(self, fork) for fork in forks]
 
     def _save(self, request: Request, path: Path) -> None:
-        with self._turn():
-            self._take_inbox()
-            self._collect(keep=0)
-            sequence = request.sequences[0]
-            written = self._scheduler.written(sequence) if sequence.slot >= 0 else 0
-            blocks = self._scheduler.row(sequence.slot) if written else []
-            saving.save(request, path, self._runner.read_kv(blocks, written) if written else None)
+        with self._lock:
+            with self._turn():
+                self._take_inbox()
+                self._collect(keep=0)
+            with self._turn(repair=False):
+                sequence = request.sequences[0]
+                written = self._scheduler.written(sequence) if sequence.slot >= 0 else 0
+                blocks = self._scheduler.row(sequence.slot) if written else []
+                saving.save(request, path, self._runner.read_kv(blocks, written) if written else None)

@@ -178,9 +178,7 @@ class ModelConfig:
         generation = generation or {}
         eos = _token_ids(generation.get("eos_token_id"), "generation_config.json: eos_token_id")
         bos = config.get("bos_token_id")
-        bos_ids = _token_ids(
-            generation.get("bos_token_id") if bos is None else bos, f"{source}: bos_token_id"
-        )
+        bos_ids = _token_ids(generation.get("bos_token_id") if bos is None else bos, f"{source}: bos_token_id")
         try:
             return cls(
                 architecture=architecture,

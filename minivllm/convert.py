@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -50,22 +49,16 @@ def convert_gguf(gguf_path: str | Path, out_dir: str | Path, dtype: str = "bfloa
     source = GGUFFile(gguf_path)
     source.check_convertible()
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        _write(source, temporary, dtype)
-        # As files made in the usual way: mkdtemp and safetensors keep them from everybody else.
-        mask = _umask()
-        temporary.chmod(0o777 & ~mask)
-        for file in temporary.iterdir():
-            file.chmod(0o666 & ~mask)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as work:
+        made = Path(work) / out.name
+        made.mkdir()
+        _write(source, made, dtype)
         try:
-            temporary.rename(out)
+            made.rename(out)
         except OSError:
             # Another process was faster.
             if not (out / "config.json").is_file():
                 raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return out
 
 
@@ -82,6 +75,8 @@ def _write(source: GGUFFile, directory: Path, dtype: str) -> None:
     if tokenizer is not None:
         tokenizer.save(directory)
     _write_json(directory / "config.json", config_dict)
+    # The library makes files that only their owner may read.
+    shutil.copymode(directory / "config.json", directory / "model.safetensors")
 
 
 def hf_tensors(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -94,9 +89,3 @@ def hf_tensors(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Ten
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -32,9 +32,13 @@ class Detokenizer:
 
     Examples
     --------
-    >>> detokenizer = Detokenizer(tokenizer)  # doctest: +SKIP
-    >>> detokenizer.push([28120]) + detokenizer.push([905]) + detokenizer.flush()  # doctest: +SKIP
-    'Hello world'
+    >>> import tokenizers
+    >>> from minivllm.tokenizer import Tokenizer
+    >>> backend = tokenizers.Tokenizer(tokenizers.models.BPE({"Ã": 0, "©": 1}, []))
+    >>> backend.decoder = tokenizers.decoders.ByteLevel()
+    >>> detokenizer = Detokenizer(Tokenizer(backend))
+    >>> detokenizer.push([0]), detokenizer.push([1]), detokenizer.flush()
+    ('', 'é', '')
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:

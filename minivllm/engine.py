@@ -16,8 +16,8 @@ from minivllm.block_pool import BlockPool
 from minivllm.calls import Calls
 from minivllm.config import ModelConfig, resolve_dtype
 from minivllm.defaults import choose_sizes
-from minivllm.integrity import check
 from minivllm.intake import choose_device
+from minivllm.integrity import check
 from minivllm.loader import load_weights, resolve_model
 from minivllm.lock import FairLock
 from minivllm.model import Model
@@ -25,6 +25,7 @@ from minivllm.request import EngineClosedError, FinishReason, Generation
 from minivllm.runner import Runner, Ticket
 from minivllm.scheduler import Scheduler
 from minivllm.sequence import Request, Sequence
+from minivllm.timeline import Timeline
 from minivllm.tokenizer import Tokenizer
 from minivllm.views import Views
 
@@ -46,8 +47,8 @@ class BatchEngine(Calls, Views):
         Tokens a block. 64 on CUDA, 16 on the CPU.
     num_blocks, kv_cache_bytes : int, optional
         Size of the KV cache, in blocks or in bytes; one of them. By default what ``num_slots`` sequences of
-        ``max_seq_len`` (at most 8,192 on CUDA, 2,048 on the CPU) need, up to half of the card's free memory (a quarter of
-        the free memory on the CPU).
+        ``max_seq_len`` (at most 8,192 on CUDA, 2,048 on the CPU) need, up to half of the card's free memory (a quarter
+        of the free memory on the CPU).
     max_seq_len : int, optional
         Longest sequence, prompt and answer, in tokens. The model's own limit.
     max_step_tokens : int, optional
@@ -123,6 +124,8 @@ class BatchEngine(Calls, Views):
         sizes = self.sizes
         self._runner = runner
         self._scheduler = Scheduler(sizes.num_slots, pool, sizes.max_seq_len, sizes.max_step_tokens)
+        self.timeline = Timeline()
+        self._scheduler.on_preempt = self.timeline.preempted
         self._requests: dict[int, Request] = {}  # those that have not ended, by ordinal
         self._inbox: deque[list[Request]] = deque()  # added by any thread, taken at a step's head
         self._cancelled: deque[Request] = deque()
@@ -156,9 +159,11 @@ class BatchEngine(Calls, Views):
     def _step(self) -> list[Request]:
         """Queue, slot, launch, collect, end: every request passes through these lines."""
         scheduler, runner = self._scheduler, self._runner
+        record = self.timeline.begin()
         self._take_inbox()
         for sequence in scheduler.admit():
             self._counts["cached_tokens"] += sequence.cached_tokens
+            self.timeline.admitted(sequence)
             if sequence.saved_kv is not None:
                 kv = sequence.saved_kv
                 runner.write_kv(scheduler.restored(sequence), kv)
@@ -169,24 +174,30 @@ class BatchEngine(Calls, Views):
             self._counts["steps"] += 1
             self._counts["prompt_tokens"] += batch.num_prefill_tokens
             self._tickets.append(runner.launch(batch))
+            self._tickets[-1].step = record
         self._collect(keep=1 if batch is not None and runner.overlap else 0)
+        self.timeline.finish(scheduler, batch)
         ended, self._ended = self._ended, []
         return ended
 
     def _take_inbox(self) -> None:
+        # Looked at first and taken last: an interrupt in between loses nothing, and the second time adds nothing.
         while self._inbox:
-            requests = self._inbox.popleft()
-            self._requests.update((r.ordinal, r) for r in requests)
-            self._scheduler.queue.extend(s for r in requests for s in r.sequences)
+            new = [r for r in self._inbox[0] if r.ordinal not in self._requests and not r.done]
+            self._scheduler.queue.extend(s for r in new for s in r.sequences if s.state != "ended")
+            self._requests.update((r.ordinal, r) for r in new)
+            self._inbox.popleft()
         while self._cancelled:
-            for sequence in self._cancelled.popleft().sequences:
+            for sequence in self._cancelled[0].sequences:
                 self._end(sequence, "cancelled")
+            self._cancelled.popleft()
 
     def _collect(self, keep: int) -> None:
         """Take the tokens of launched steps, oldest first, until ``keep`` are left."""
         while len(self._tickets) > keep:
             ticket = self._tickets.popleft()
             tokens = self._runner.collect(ticket)
+            self.timeline.collected(ticket)
             tokens[list(ticket.errors)] = -1
             for prompt in ticket.prompt_logprobs:
                 logprobs.store_prompt(prompt)
@@ -225,34 +236,45 @@ class BatchEngine(Calls, Views):
         """Close a sequence, free its slot and its blocks, and with the last of a request the request."""
         if sequence.state == "ended":
             return
+        slot = sequence.slot
         self._scheduler.end(sequence)
         sequence.error, sequence.exception = error, cause
         sequence.end(reason, stop_reason)
         self._counts[str(sequence.finish_reason)] += 1
+        self.timeline.ended(sequence, slot)
         request = sequence.request
         if request.done and self._requests.pop(request.ordinal, None) is not None:
             self._ended.append(request)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Hold the engine; whatever exception leaves it, Ctrl-C included, leaves it sound."""
-        with self._lock:
-            if self._closed:
-                raise EngineClosedError("this engine was closed")
-            if self._in_turn:
-                raise RuntimeError("the engine cannot be driven from inside one of its own steps (a logits_fn)")
-            self._in_turn = True
-            try:
-                if self._half_done:
-                    self._recover(None)
-                self._half_done = True
-                yield
-                self._half_done = False
-            except BaseException as error:
-                self._recover(error)
-                raise
-            finally:
-                self._in_turn = False
+    def _turn(self, repair: bool = True) -> Iterator[None]:
+        """Hold the engine; whatever exception leaves it, Ctrl-C included, leaves it sound.
+
+        Without ``repair`` an Exception means that the caller was refused before anything changed: others go on.
+        """
+        try:
+            with self._lock:
+                if self._closed:
+                    raise EngineClosedError("this engine was closed")
+                if self._in_turn:
+                    raise RuntimeError("the engine cannot be driven from inside one of its own steps (a logits_fn)")
+                self._in_turn = True
+                try:
+                    if self._half_done:
+                        self._recover(None)
+                    self._half_done = True
+                    yield
+                    self._half_done = False
+                except BaseException as error:
+                    if repair or not isinstance(error, Exception):
+                        self._recover(error)
+                    self._half_done = False
+                    raise
+                finally:
+                    self._in_turn = False
+        finally:
+            if self._cancelled:  # during the turn, by another thread that did not wait for its end
+                self._end_cancelled(wait=False)
 
     def _recover(self, error: BaseException | None) -> None:
         """Free every slot and block. Sequences in slots end with an Exception; after an interrupt they wait again."""
@@ -267,19 +289,24 @@ class BatchEngine(Calls, Views):
             stop, end = sequence.rebuild_text(), sequence.end_of_tokens()
             if stop is not None or end is not None:
                 self._end(sequence, *(end or ("stop", stop)))
+        for request in [r for r in self._requests.values() if r.done]:  # whose end was cut short
+            del self._requests[request.ordinal]
+            self._ended.append(request)
         self._half_done = False
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if any rule between slots, queue, blocks and block table is broken."""
-        with self._turn():
-            self._take_inbox()
-            check(self._scheduler, self._requests.values())
+        with self._lock:
+            with self._turn():
+                self._take_inbox()
+            with self._turn(repair=False):  # what is broken stays to be looked at
+                check(self._scheduler, self._requests.values())
 
     def close(self) -> None:
         """Cancel what is left and give all device memory back. A second call does nothing."""
-        if self._closed:
-            return
         with self._lock:
+            if self._closed:
+                return
             with self._turn():
                 self._take_inbox()
                 for request in list(self._requests.values()):
@@ -289,8 +316,8 @@ class BatchEngine(Calls, Views):
             self._tickets.clear()
             self._runner.close()
             on_gpu = self.device.type == "cuda"
-        gc.collect()
         if on_gpu:
+            gc.collect()
             torch.cuda.empty_cache()
 
     def __enter__(self) -> BatchEngine:

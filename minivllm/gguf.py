@@ -152,9 +152,7 @@ class GGUFFile:
     def check_convertible(self) -> None:
         """Raise a ValueError where no config.json could say what the file does."""
         if self._unknown_factors(self.config().rope.theta) is not None:
-            raise ValueError(
-                f"{self.path}: rope_freqs.weight holds factors that config.json has no words for"
-            )
+            raise ValueError(f"{self.path}: rope_freqs.weight holds factors that config.json has no words for")
 
     def generation_dict(self) -> dict[str, Any]:
         """Return the contents of an equivalent generation_config.json: all end ids."""
@@ -189,9 +187,7 @@ class GGUFFile:
             from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
             from gguf.quants import dequantize
         except ImportError as error:
-            raise ImportError(
-                "reading .gguf files needs the gguf package: pip install 'minivllm[gguf]'"
-            ) from error
+            raise ImportError("reading .gguf files needs the gguf package: pip install 'minivllm[gguf]'") from error
         try:
             kind = GGMLQuantizationType(tensor.type_id)
             block, block_bytes = GGML_QUANT_SIZES[kind]
@@ -206,9 +202,9 @@ class GGUFFile:
         at_once = max(_ELEMENTS_AT_ONCE // columns, 1)
         for start in range(0, rows, at_once):
             count = min(at_once, rows - start)
-            raw = np.fromfile(
-                self.path, np.uint8, count * row_bytes, offset=tensor.offset + start * row_bytes
-            ).reshape(count, row_bytes)
+            raw = np.fromfile(self.path, np.uint8, count * row_bytes, offset=tensor.offset + start * row_bytes).reshape(
+                count, row_bytes
+            )
             try:
                 values = dequantize(raw, kind)
             except NotImplementedError:

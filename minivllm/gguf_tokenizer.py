@@ -76,9 +76,7 @@ def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     ]
     tokens: list[str] = metadata.get("tokenizer.ggml.tokens", [])
     types: list[int] = metadata.get("tokenizer.ggml.token_type", [])
-    controls = {
-        token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL
-    }
+    controls = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL}
     ids += [controls[token] for token in _END_TOKENS if token in controls]
     return list(dict.fromkeys(ids))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from minivllm.request import Delta, Generation, RequestError
 
 if TYPE_CHECKING:
-    from minivllm.engine import BatchEngine
+    from minivllm.calls import Calls
     from minivllm.sequence import Request
 
 
@@ -27,7 +27,7 @@ class Handle:
     4
     """
 
-    def __init__(self, engine: BatchEngine, request: Request) -> None:
+    def __init__(self, engine: Calls, request: Request) -> None:
         self._engine = engine
         self._request = request
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +16,8 @@ from minivllm.config import ModelConfig
 from minivllm.defaults import Sizes
 from minivllm.request import Generation, SamplingParams
 from minivllm.sampler import MAX_BIAS, derive_seed
-from minivllm.scheduler import ceil_div
 from minivllm.sequence import Request, Sequence
+from minivllm.stores import ceil_div
 from minivllm.tokenizer import Tokenizer
 
 Prompts = str | Seq[str | Seq[int]] | Seq[int]
@@ -40,8 +41,10 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 
 def _is_ids(value: object) -> bool:
-    if isinstance(value, (np.ndarray, torch.Tensor)):
-        return value.ndim == 1
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 1 and not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1 and value.dtype.kind in "iu"
     return (
         isinstance(value, (list, tuple))
         and len(value) > 0
@@ -112,7 +115,7 @@ class RequestMaker:
         sizes = self.sizes
         if len(ids) >= sizes.max_seq_len:
             raise ValueError(
-                f"{where}{len(ids)} tokens, and with one token of answer that is beyond max_seq_len = {sizes.max_seq_len}"
+                f"{where}{len(ids)} tokens and one of the answer are more than max_seq_len = {sizes.max_seq_len}"
             )
         capacity = sizes.num_blocks * sizes.block_size + 1  # the last token's KV is never needed
         wanted = min(len(ids) + (params.max_tokens or 1), sizes.max_seq_len)
@@ -148,7 +151,7 @@ class RequestMaker:
             ids = []
         else:
             raise TypeError(f"{where}must be a str or a list of ints, not {prompt!r:.80}")
-        if not ids or prompt == "":
+        if not ids or (isinstance(prompt, str) and not prompt):
             raise ValueError(f"{where}is empty")
         size = self.config.vocab_size
         for i, token in enumerate(ids):

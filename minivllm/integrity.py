@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from minivllm.request import IntegrityError
-from minivllm.scheduler import Scheduler, ceil_div
+from minivllm.scheduler import Scheduler
 from minivllm.sequence import Request
+from minivllm.stores import ceil_div
 
 
 def check(scheduler: Scheduler, requests: Iterable[Request] = ()) -> None:

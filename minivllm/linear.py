@@ -45,9 +45,7 @@ class Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, gate_up: bool = False) -> None:
         if weight.dim() != 2 or (gate_up and weight.shape[0] % 2):
-            raise ValueError(
-                f"weight must be a matrix, of an even height for gate_up, not {list(weight.shape)}"
-            )
+            raise ValueError(f"weight must be a matrix, of an even height for gate_up, not {list(weight.shape)}")
         self.out_size, self.in_size = weight.shape
         self.gate_up = gate_up
         weight = weight.detach().contiguous()
@@ -64,9 +62,7 @@ class Linear:
         self.weight = weight
         self.bias = bias
 
-    def __call__(
-        self, x: Tensor, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def __call__(self, x: Tensor, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         """Multiply rows.
 
         Parameters

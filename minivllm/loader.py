@@ -247,9 +247,7 @@ def check_stored(
     if missing:
         raise ValueError(f"{path}: missing {_some(missing)}")
     spare = "lm_head.weight" if config.tie_word_embeddings else None
-    extra = [
-        name for name in stored if name not in targets and name != spare and not _HARMLESS.fullmatch(name)
-    ]
+    extra = [name for name in stored if name not in targets and name != spare and not _HARMLESS.fullmatch(name)]
     if extra:
         raise ValueError(f"{stored[extra[0]].file}: unexpected {_some(extra)}")
 

@@ -23,26 +23,36 @@ class FairLock:
     def acquire(self, blocking: bool = True) -> bool:
         """Take the lock; without ``blocking`` return False at once where another thread holds it."""
         me = threading.get_ident()
-        with self._mutex:
-            if self._owner is None or self._owner == me:
-                self._owner = me
-                self._depth += 1
-                return True
-            if not blocking:
-                return False
-            gate = threading.Lock()
-            gate.acquire()
-            self._waiters.append((me, gate))
+        before = self._depth if self._owner == me else 0
         try:
+            # Without blocking not even for the mutex: the collector may call from inside this very block.
+            if not self._mutex.acquire(blocking):
+                return False
+            try:
+                if self._owner is None or self._owner == me:
+                    self._owner = me
+                    self._depth += 1
+                    return True
+                if not blocking:
+                    return False
+                gate = threading.Lock()
+                gate.acquire()
+                self._waiters.append((me, gate))
+            finally:
+                self._mutex.release()
             gate.acquire()
+            return True
         except BaseException:
-            with self._mutex:
-                if (me, gate) in self._waiters:
-                    self._waiters.remove((me, gate))
-                    raise
-            self.release()  # it was handed over just now
+            self._restore(me, before)
             raise
-        return True
+
+    def _restore(self, me: int, depth: int) -> None:
+        """Give up what an interrupted thread asked for or was handed."""
+        with self._mutex:
+            for waiter in [w for w in self._waiters if w[0] == me]:
+                self._waiters.remove(waiter)
+        while self._owner == me and self._depth > depth:
+            self.release()
 
     def release(self) -> None:
         """Give it up; the longest waiter owns it at once."""
@@ -58,8 +68,14 @@ class FairLock:
                 self._owner = None
 
     def __enter__(self) -> FairLock:
-        self.acquire()
-        return self
+        me = threading.get_ident()
+        before = self._depth if self._owner == me else 0
+        try:
+            self.acquire()
+            return self
+        except BaseException:
+            self._restore(me, before)
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

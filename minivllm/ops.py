@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minivllm.linear import Linear
+from minivllm.linear import Linear as Linear
 
 if TYPE_CHECKING:
     from minivllm import _C
@@ -21,23 +21,6 @@ else:
     from minivllm import _extension
 
     _C = _extension.load()
-
-__all__ = [
-    "Linear",
-    "argmax",
-    "attention_workspace",
-    "count_tokens",
-    "decode_attention",
-    "embedding",
-    "logprobs",
-    "prefill_attention",
-    "rms_norm",
-    "rope_kv",
-    "sample",
-    "sample_workspace",
-    "silu_mul",
-    "update_state",
-]
 
 # Words of a slot's row of state, and the bits of its flags (SlotWord and SlotFlag of csrc/kernels.h).
 LAST_TOKEN = _C.LAST_TOKEN
@@ -200,9 +183,7 @@ def prefill_attention(
         ``[num_tokens, num_q_heads, head_dim]``
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _C.prefill_attention(
-        out, q, kv_cache, block_table, slots, seq_lens, q_starts, max_q_len, max_seq_len, scale
-    )
+    _C.prefill_attention(out, q, kv_cache, block_table, slots, seq_lens, q_starts, max_q_len, max_seq_len, scale)
     return out
 
 
@@ -240,7 +221,7 @@ def decode_attention(
 def attention_workspace(
     max_seqs: int, max_seq_len: int, num_q_heads: int, head_dim: int, device: torch.device
 ) -> Tensor | None:
-    """Return the workspace that ``decode_attention`` needs for batches up to these bounds; None on the CPU."""
+    """Return the workspace of ``decode_attention`` for batches up to these bounds; None on the CPU."""
     if device.type != "cuda":
         return None
     size = _C.attention_workspace_size(max_seqs, max_seq_len, num_q_heads, head_dim)
@@ -248,7 +229,7 @@ def attention_workspace(
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """Return ``silu(gate) * up``, ``[num_tokens, size]``, of ``x = [gate | up]``, ``[num_tokens, 2 * size]``."""
+    """Return ``silu(gate) * up``, ``[num_tokens, size]``; x is ``[gate | up]``, ``[num_tokens, 2 * size]``."""
     out = torch.empty((x.shape[0], x.shape[1] // 2), dtype=x.dtype, device=x.device)
     _C.silu_mul(out, x)
     return out
@@ -344,32 +325,18 @@ def logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor
 
 
 def count_tokens(counts_row: Tensor, token_ids: Tensor, num_prompt_tokens: int) -> None:
-    """Start a slot's row of counts again from a sequence's tokens.
+    """Start a slot's row of counts again from a sequence's tokens, the prompt's first.
 
-    Parameters
-    ----------
-    counts_row
-        ``int32[vocab_size]``: written to.
-    token_ids
-        ``int32[num_tokens]``, the prompt's first.
-    num_prompt_tokens
-        How many are the prompt's.
+    ``counts_row`` is ``int32[vocab_size]`` and written to; ``token_ids`` is ``int32[num_tokens]``.
     """
     _C.count_tokens(counts_row, token_ids, num_prompt_tokens)
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Return the largest logit's id in each row, the lowest among equals.
+    """Return the largest logit's id in each row, ``int32[num_rows]``, the lowest among equals.
 
-    Parameters
-    ----------
-    logits
-        ``float32[num_rows, vocab_size]``; rows may be apart.
-
-    Returns
-    -------
-    Tensor
-        ``int32[num_rows]``; -1 where a logit is NaN or none is finite.
+    ``logits`` is ``float32[num_rows, vocab_size]``, rows may be apart. A row where a logit is NaN or none
+    is finite gives -1.
     """
     rows, device = logits.shape[0], logits.device
     state = torch.zeros((rows, SLOT_WORDS), dtype=torch.int32, device=device)

@@ -287,9 +287,9 @@ class Sample:
 class Generation:
     """Hold the answer to one prompt.
 
-    ``text``, ``token_ids``, ``finish_reason``, ``stop_reason`` and ``logprobs`` are those of sample 0; ``samples`` holds
-    all where ``n`` > 1. ``token_ids`` includes the end token that stopped it; ``stop_reason`` is the stop text or stop id,
-    None for the model's own end token.
+    ``text``, ``token_ids``, ``finish_reason``, ``stop_reason`` and ``logprobs`` are those of sample 0; ``samples``
+    holds all ``n``. ``token_ids`` includes the end token that stopped it; ``stop_reason`` is the stop text or stop
+    id, None for the model's own end token.
     """
 
     index: int

@@ -113,9 +113,7 @@ class RopeConfig:
             low = positive(merged.get("low_freq_factor"), "rope low_freq_factor", source)
             high = positive(merged.get("high_freq_factor"), "rope high_freq_factor", source)
             if high <= low:
-                raise ValueError(
-                    f"{source}: rope high_freq_factor ({high}) must be above low_freq_factor ({low})"
-                )
+                raise ValueError(f"{source}: rope high_freq_factor ({high}) must be above low_freq_factor ({low})")
             return cls(
                 theta=theta,
                 rope_type=rope_type,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,9 @@ from minivllm.batch import Batch, Ints
 from minivllm.model import Cache, Inputs, Model
 from minivllm.sampler import MAX_BIAS, NUM_SLOT_WORDS
 from minivllm.sequence import Sequence
+
+if TYPE_CHECKING:
+    from minivllm.timeline import Step
 
 _LOGITS_ROWS = 256  # rows of a prompt whose logits stand in memory at once
 _RING = 4  # host buffers in turn: a step's is written again after that step was collected
@@ -45,9 +50,18 @@ class Ticket:
     batch: Batch
     tokens: Tensor  # int32 [R] on the host, good once `event` has happened
     event: torch.cuda.Event | None
+    started: torch.cuda.Event | None = None
+    seconds: float = 0.0  # that the launch took, where it is the step itself: on the CPU
     logprobs: RowLogprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     errors: dict[int, Exception] = field(default_factory=dict)  # row -> what its logits_fn raised
+    step: Step | None = None  # its record in the timeline
+
+    def device_time(self) -> float:
+        """Return the seconds that a collected step took on the device."""
+        if self.started is None or self.event is None:
+            return self.seconds
+        return float(self.started.elapsed_time(self.event)) / 1e3
 
 
 @dataclass
@@ -94,9 +108,7 @@ class Runner:
             kv=torch.empty(shape, dtype=model.dtype, device=self.device),
             block_table=self.state[:, NUM_SLOT_WORDS:],
             last_tokens=self.state[:, ops.LAST_TOKEN],
-            workspace=ops.attention_workspace(
-                num_slots, max_seq_len, config.num_q_heads, config.head_dim, self.device
-            ),
+            workspace=ops.attention_workspace(num_slots, max_seq_len, config.num_q_heads, config.head_dim, self.device),
         )
         self._sample_workspace = ops.sample_workspace(num_slots, config.vocab_size, self.device)
         self._counts: Tensor | None = None
@@ -107,10 +119,10 @@ class Runner:
         self._ring = [torch.zeros(size, dtype=torch.int32, pin_memory=self.on_gpu) for _ in range(_RING)]
         self._views = [buffer.numpy() for buffer in self._ring]
         self._results = [torch.zeros(num_slots, dtype=torch.int32, pin_memory=self.on_gpu) for _ in range(_RING)]
-        self._events = [torch.cuda.Event() for _ in range(_RING)] if self.on_gpu else []
+        self._events = [(self._event(), self._event()) for _ in range(_RING if self.on_gpu else 0)]
         self._turn = 0
         self._graphs: dict[tuple[int, bool, bool], _Graph] = {}
-        self._graph_pool: object | None = None
+        self._graph_pool: Any = None
 
     # ---------------------------------------------------------------- a step
 
@@ -118,6 +130,10 @@ class Runner:
     def launch(self, batch: Batch) -> Ticket:
         """Start a step. On a GPU it returns before the step has run."""
         self._turn = (self._turn + 1) % _RING
+        started, ended = self._events[self._turn] if self.on_gpu else (None, None)
+        start = time.perf_counter()
+        if started is not None:
+            started.record()
         for setup in batch.setups:
             self._set_up(setup.slot, setup.token_ids, setup.num_prompt_tokens, setup.uses_counts, setup.bias)
         rows = self._graph_rows(batch.num_rows) if self._can_replay(batch) else batch.num_rows
@@ -142,10 +158,14 @@ class Runner:
             logprobs = self._row_logprobs(logits, tokens, batch.num_logprobs)
         out = self._results[self._turn]
         out[: batch.num_rows].copy_(tokens, non_blocking=True)
-        event = self._events[self._turn] if self.on_gpu else None
-        if event is not None:
-            event.record()
-        return Ticket(batch, out, event, logprobs, prompt_logprobs, errors)
+        if ended is not None:
+            ended.record()
+        seconds = time.perf_counter() - start
+        return Ticket(batch, out, ended, started, seconds, logprobs, prompt_logprobs, errors)
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def collect(self, ticket: Ticket) -> Ints:
         """Wait for a launched step and return its tokens, -1 where a row's logits could not be drawn from."""
@@ -219,11 +239,9 @@ class Runner:
         return self._use_graphs and batch.decode_only and not batch.host_rows
 
     def _graph_rows(self, rows: int) -> int:
-        if rows < _GRAPH_STEP:
-            rows = 1 << (rows - 1).bit_length()
-        else:
-            rows = -(-rows // _GRAPH_STEP) * _GRAPH_STEP
-        return min(rows, self.num_slots)
+        """Return the size of the graph that holds this many rows."""
+        padded = 1 << (rows - 1).bit_length() if rows < _GRAPH_STEP else -(-rows // _GRAPH_STEP) * _GRAPH_STEP
+        return min(padded, self.num_slots)
 
     def _graph(self, rows: int) -> _Graph:
         """Return the graph of a decode step of this many rows, captured when first needed."""
@@ -261,8 +279,8 @@ class Runner:
                     torch.zeros(self.num_slots, MAX_BIAS, dtype=dtype, device=self.device) for dtype in make
                 )
                 self._bias = (ids, values, until)
-            for into, values in zip(self._bias, zip(*bias, strict=True), strict=True):
-                into[slot, : len(bias)] = torch.tensor(values, dtype=into.dtype, device=self.device)
+            for into, column in zip(self._bias, zip(*bias, strict=True), strict=True):
+                into[slot, : len(bias)] = torch.tensor(column, dtype=into.dtype, device=self.device)
 
     def _prompt_logprobs(self, hidden: Tensor, sequence: Sequence, row: int, first: int, count: int) -> PromptLogprobs:
         """Compute log probabilities of the prompt tokens that follow the ``count`` tokens from ``first`` on."""
@@ -316,4 +334,3 @@ class Runner:
             graph.graph.reset()
         self._graphs.clear()
         self.__dict__.clear()
-

@@ -42,16 +42,14 @@ class StoredTensor:
         """The torch dtype; a ValueError where it is no floating-point type that is served."""
         dtype = _DTYPES.get(self.dtype_name)
         if dtype is None:
-            raise ValueError(
-                f"{self.file}: {self.name} has dtype {self.dtype_name}; served are {', '.join(_DTYPES)}"
-            )
+            raise ValueError(f"{self.file}: {self.name} has dtype {self.dtype_name}; served are {', '.join(_DTYPES)}")
         return dtype
 
 
 def refuse_lfs_pointer(file: Path, start: bytes) -> None:
     """Raise where a file is the text that Git LFS leaves in place of content that was not fetched."""
     if start.startswith(_LFS_START):
-        raise ValueError(f"{file} is a Git LFS pointer, not the weights: fetch them with `git lfs pull`")
+        raise ValueError(f"{file} is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`")
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -70,9 +68,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         if len(start) < 8 or not 0 < header_bytes <= _MAX_HEADER_BYTES:
             raise ValueError(f"{file} is not a safetensors file ({size} bytes)")
         if 8 + header_bytes > size:
-            raise ValueError(
-                f"{file} is cut off: it has {size} bytes, its header alone needs {8 + header_bytes}"
-            )
+            raise ValueError(f"{file} is cut off: it has {size} bytes, its header alone needs {8 + header_bytes}")
         stream.seek(8)
         raw = stream.read(header_bytes)
     try:
@@ -111,7 +107,5 @@ def read_exactly(descriptor: int, into: memoryview, offset: int) -> None:
         # The kernel reads at most 2 GiB - 4 KiB a call.
         count = os.preadv(descriptor, [into[done : done + (1 << 30)]], offset + done)
         if count == 0:
-            raise ValueError(
-                f"the file ended {len(into) - done} bytes early; was it changed while being read?"
-            )
+            raise ValueError(f"the file ended {len(into) - done} bytes early; was it changed while being read?")
         done += count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,16 +19,16 @@ from minivllm.sequence import Request, Sequence
 _FORMAT = "minivllm-request-1"
 
 
-def _pack_logprobs(logprobs: Logprobs | None) -> list[list[list[object]] | None] | None:
+def _pack_logprobs(logprobs: Logprobs | None) -> Any:
     if logprobs is None:
         return None
-    return [p and [[i, x.logprob, x.rank, x.decoded_token] for i, x in p.items()] for p in logprobs]
+    return [None if p is None else [[i, x.logprob, x.rank, x.decoded_token] for i, x in p.items()] for p in logprobs]
 
 
-def _unpack_logprobs(data: list[list[list[object]] | None] | None) -> Logprobs | None:
+def _unpack_logprobs(data: Any) -> Logprobs | None:
     if data is None:
         return None
-    return [p and {int(str(i)): Logprob(*x) for i, *x in p} for p in data]  # type: ignore[arg-type]
+    return [None if p is None else {i: Logprob(*x) for i, *x in p} for p in data]
 
 
 def save(request: Request, path: Path, kv: Tensor | None) -> None:
@@ -69,19 +70,31 @@ def load(make: RequestMaker, path: Path, cache: Tensor) -> Request:
         raise ValueError(f"{path} is not a saved request: {error}") from error
     if metadata.get("format") != _FORMAT:
         raise ValueError(f"{path} is not a saved request ({_FORMAT})")
-    state = json.loads(metadata["request"])
-    tokens: list[int] = tensors["tokens"].tolist()
-    request = make(tokens[: state["prompt_tokens"]], SamplingParams.from_dict(state["params"]))
-    request.prompt, request.seed = state["prompt"], state["seed"]
+    try:
+        state = json.loads(metadata["request"])
+        tokens: list[int] = tensors["tokens"].tolist()
+        request = make(tokens[: state["prompt_tokens"]], SamplingParams.from_dict(state["params"]))
+        request.prompt, request.seed = state["prompt"], int(state["seed"])
+        logprobs = _unpack_logprobs(state["logprobs"])
+        sequence = Sequence(request, int(state["sample"]), tokens, logprobs=logprobs)
+        request.prompt_logprobs = _unpack_logprobs(state["prompt_logprobs"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     if len(tokens) >= request.limit:
         raise ValueError(f"{path} holds {len(tokens)} tokens, and this engine ends a request at {request.limit}")
-    sequence = Sequence(request, state["sample"], tokens, logprobs=_unpack_logprobs(state["logprobs"]))
-    request.prompt_logprobs = _unpack_logprobs(state["prompt_logprobs"])
+    drawn = sequence.output
+    if any(not 0 <= token < make.config.vocab_size for token in drawn):
+        raise ValueError(f"{path} holds a token id outside the vocabulary of {make.config.vocab_size}")
+    if logprobs is not None and len(logprobs) != len(drawn):
+        raise ValueError(f"{path} is damaged: {len(logprobs)} log probabilities of {len(drawn)} tokens")
     request.sequences = [sequence]
     kv = tensors.get("kv")
     if kv is not None:
         layers, _, _, heads, _, dim = cache.shape
-        if (kv.shape[0], kv.shape[2], kv.shape[4]) != (layers, heads, dim) or kv.dtype != cache.dtype:
+        fits = kv.dim() == 5 and (kv.shape[:3], kv.shape[4]) == ((layers, 2, heads), dim)
+        if not fits or kv.dtype != cache.dtype:
             raise ValueError(f"{path} was saved by another model: its KV is {kv.dtype} {tuple(kv.shape)}")
+        if not 0 < kv.shape[3] < len(tokens):
+            raise ValueError(f"{path} is damaged: KV of {kv.shape[3]} of {len(tokens)} tokens")
         sequence.saved_kv = kv
     return request

@@ -1,25 +1,15 @@
-"""The four stores, and every change to them: queue, slots, free-block list, block table.
-
-`Scheduler` decides what a step computes and learns from what came of it; it never touches the device. Rows that decode live
-in arrays, so that a step costs the host the same few numpy calls however many there are.
-"""
+"""What a step computes, and what is learnt from what came of it."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 
-from minivllm.batch import Batch, Flags, Ints, SlotSetup
+from minivllm.batch import Batch, Flags, Ints
 from minivllm.block_pool import BlockPool
-from minivllm.request import IntegrityError
-from minivllm.sampler import NUM_SLOT_WORDS, slot_words
-from minivllm.sequence import Request, Sequence
-
-_MAX_ENDS = 8  # end ids a slot compares in one numpy call; sequences with more are looked at singly
+from minivllm.sequence import Sequence
+from minivllm.stores import Stores, ceil_div
 
 
 @dataclass
@@ -34,13 +24,8 @@ class _DecodeRows:
     steps: int  # how many steps they can take before one needs a block or is at its limit
 
 
-def ceil_div(a: int, b: int) -> int:
-    """Return a / b rounded up."""
-    return -(-a // b)
-
-
-class Scheduler:
-    """Own queue, slots, free-block list and block table, and keep the rules between them.
+class Scheduler(Stores):
+    """Admit from the queue, plan a step, apply its tokens.
 
     Parameters
     ----------
@@ -53,37 +38,9 @@ class Scheduler:
     """
 
     def __init__(self, num_slots: int, pool: BlockPool, max_seq_len: int, max_step_tokens: int) -> None:
-        self.num_slots = num_slots
-        self.pool = pool
-        self.max_seq_len = max_seq_len
+        super().__init__(num_slots, pool, max_seq_len)
         self.max_step_tokens = max_step_tokens
-        self.max_blocks = ceil_div(max_seq_len, pool.block_size)
-        self.state_stride = NUM_SLOT_WORDS + self.max_blocks
-        self.epochs = np.zeros(num_slots, np.int32)  # counts a slot's owners: tells a late token from a valid one
-        self.preemptions = 0
-        self.generated_tokens = 0
-        self._clear()
-
-    def _clear(self) -> None:
-        num_slots = self.num_slots
-        self.queue: deque[Sequence] = deque()
-        self.slots: list[Sequence | None] = [None] * num_slots
-        self.table = np.full((num_slots, self.max_blocks), -1, np.int32)
-        self.num_blocks = np.zeros(num_slots, np.int32)  # blocks in each row
-        # Rows that decode: their length with the token in flight, and where they end.
-        self.decoding = np.zeros(num_slots, np.bool_)
-        self.length = np.zeros(num_slots, np.int32)
-        self.limit = np.zeros(num_slots, np.int32)
-        self.ends = np.full((num_slots, _MAX_ENDS), -1, np.int32)
-        self.special = np.zeros(num_slots, np.bool_)
-        self.num_special = 0  # slots of `special` that are set
-        self.host_logits = 0  # running sequences with a logits_fn
-        self._rows: _DecodeRows | None = None  # None: find them anew
-        self.prefilling: list[Sequence] = []  # oldest first
-        self.restoring: list[Sequence] = []  # admitted with saved KV that the device has yet to get
-        self._updates: list[int] = []
-        self._setups: list[SlotSetup] = []
-        self.free_slots: list[int] = list(range(num_slots))[::-1]
+        self._rows = self._find_rows()
 
     # ---------------------------------------------------------------- a step's head
 
@@ -101,7 +58,7 @@ class Scheduler:
             if total - len(blocks) > self.pool.num_available - idle_hits - self._promised_blocks():
                 break
             self.queue.popleft()
-            self._take_slot(sequence, blocks, nodes)
+            self.take_slot(sequence, blocks, nodes)
             admitted.append(sequence)
         return admitted
 
@@ -129,44 +86,10 @@ class Scheduler:
         size = self.pool.block_size
         return sum(ceil_div(len(s.tokens), size) - int(self.num_blocks[s.slot]) for s in self.prefilling)
 
-    def _take_slot(self, sequence: Sequence, blocks: list[int], nodes: list[int]) -> None:
-        slot = self.free_slots.pop()
-        for block in blocks:
-            self.pool.share(block)
-        self.slots[slot] = sequence
-        sequence.slot = slot
-        sequence.state = "running"
-        sequence.nodes = list(nodes)
-        sequence.scheduled = sequence.cached_tokens = len(blocks) * self.pool.block_size
-        self.num_blocks[slot] = 0
-        self._append_blocks(slot, blocks)
-        request = sequence.request
-        self.limit[slot] = request.limit
-        self.ends[slot] = -1
-        ends = sorted(request.end_ids)[:_MAX_ENDS]
-        self.ends[slot, : len(ends)] = ends
-        self.special[slot] = sequence.special
-        self.num_special += sequence.special
-        self.host_logits += request.params.logits_fn is not None
-        base = slot * self.state_stride
-        words = slot_words(request, sequence.sample)
-        self._updates += [x for i, word in enumerate(words) for x in (base + i, word)]
-        bias = request.bias()
-        if request.params.uses_counts or bias:
-            self._setups.append(
-                SlotSetup(slot, list(sequence.tokens), sequence.prompt_len, request.params.uses_counts, bias)
-            )
-        if sequence.saved_kv is not None:
-            self.restoring.append(sequence)
-        self.prefilling.append(sequence)
-        self.prefilling.sort(key=lambda s: s.order)
-        if sequence.admitted_at == 0:
-            sequence.admitted_at = time.perf_counter()
-
     def restored(self, sequence: Sequence) -> list[int]:
         """Take blocks for a saved sequence's KV and count it as written; return the blocks."""
         tokens = sequence.saved_kv.shape[3]
-        self._grow(sequence, ceil_div(tokens, self.pool.block_size), preempt=False)
+        self.grow(sequence, ceil_div(tokens, self.pool.block_size), preempt=False)
         sequence.saved_kv = None
         sequence.scheduled = tokens
         self.restoring.remove(sequence)
@@ -176,9 +99,9 @@ class Scheduler:
 
     def plan(self) -> Batch | None:
         """Choose what the next step computes and reserve its blocks; None when there is nothing to compute."""
-        if self._rows is None or self._rows.steps == 0:
+        if self.rows_changed or self._rows.steps == 0:
             self._grow_decode_rows()
-            self._rows = None
+            self.rows_changed = True  # blocks at least
         chunks: list[tuple[Sequence, int]] = []
         budget = self.max_step_tokens
         if self.prefilling:
@@ -188,12 +111,12 @@ class Scheduler:
             count = min(len(sequence.tokens) - sequence.scheduled, budget)
             if count <= 0 or sequence.slot < 0:
                 continue
-            if self._grow(sequence, ceil_div(sequence.scheduled + count, self.pool.block_size)):
+            if self.grow(sequence, ceil_div(sequence.scheduled + count, self.pool.block_size)):
                 chunks.append((sequence, count))
                 budget -= count
         batch = self._build(chunks)
         if batch is not None:
-            self._updates, self._setups = [], []
+            self.updates, self.setups = [], []
         return batch
 
     def _grow_decode_rows(self) -> None:
@@ -205,37 +128,12 @@ class Scheduler:
         waiting = [s for s in (self.slots[row] for row in short) if s is not None]
         for sequence in sorted(waiting, key=lambda s: s.order):
             if sequence.slot >= 0:  # not preempted by an older one meanwhile
-                self._grow(sequence, ceil_div(int(self.length[sequence.slot]), self.pool.block_size))
-
-    def _grow(self, sequence: Sequence, blocks: int, preempt: bool = True) -> bool:
-        """Bring the row to ``blocks`` blocks; when the pool is dry the youngest gives way, itself at last."""
-        while self.num_blocks[sequence.slot] < blocks:
-            block = self.pool.allocate()
-            if block is not None:
-                self._append_blocks(sequence.slot, [block])
-            elif not preempt:
-                raise IntegrityError("admission promised blocks that the pool does not have")
-            else:
-                victim = max((s for s in self.slots if s is not None), key=lambda s: s.order)
-                self.preempt(victim)
-                if victim is sequence:
-                    return False
-        return True
-
-    def _append_blocks(self, slot: int, blocks: Seq[int]) -> None:
-        at = int(self.num_blocks[slot])
-        base = slot * self.state_stride + NUM_SLOT_WORDS + at
-        for i, block in enumerate(blocks):
-            self.table[slot, at + i] = block
-            self._updates += (base + i, block)
-        self.num_blocks[slot] = at + len(blocks)
-        sequence = self.slots[slot]
-        if sequence is not None and at + len(blocks) > sequence.max_blocks:
-            sequence.max_blocks = at + len(blocks)
+                self.grow(sequence, ceil_div(int(self.length[sequence.slot]), self.pool.block_size))
 
     def _build(self, chunks: list[tuple[Sequence, int]]) -> Batch | None:
-        if self._rows is None:
+        if self.rows_changed:
             self._rows = self._find_rows()
+            self.rows_changed = False
         rows = self._rows
         if len(rows.slots) == 0 and not chunks:
             return None
@@ -250,8 +148,8 @@ class Scheduler:
             sample_rows=rows.index,
             sample_slots=rows.slots,
             sample_lens=lens,
-            updates=self._updates,
-            setups=self._setups,
+            updates=self.updates,
+            setups=self.setups,
             sequences=rows.sequences,
             epochs=rows.epochs,
         )
@@ -294,13 +192,13 @@ class Scheduler:
             if sequence.params.prompt_logprobs is not None and first < sequence.prompt_len:
                 batch.prompt_logprobs.append((sequence, batch.num_decode + starts[-2], first, count))
             sequence.scheduled = end
-            self._register(sequence, end)
+            self.register(sequence, end)
             if end == len(sequence.tokens):
                 sample_rows.append(batch.num_decode + starts[-1] - 1)
                 drawn.append(sequence)
                 self.prefilling.remove(sequence)
                 self.decoding[sequence.slot] = True
-                self._rows = None
+                self.rows_changed = True
                 self.length[sequence.slot] = end + 1
         batch.token_ids = np.concatenate([batch.token_ids, np.array(tokens, np.int32)])
         batch.positions = np.concatenate([batch.positions, *positions])
@@ -311,9 +209,8 @@ class Scheduler:
         new_slots = np.array([s.slot for s in drawn], np.int32)
         batch.sample_rows = np.concatenate([batch.sample_rows, np.array(sample_rows, np.int32)])
         batch.sample_slots = np.concatenate([batch.sample_slots, new_slots])
-        batch.sample_lens = np.concatenate(
-            [batch.sample_lens, np.array([len(s.tokens) for s in drawn], np.int32)]
-        )
+        batch.sample_lens = np.concatenate([batch.sample_lens, np.array([len(s.tokens) for s in drawn], np.int32)])
+        batch.runs = [sequence for sequence, _ in chunks]
         batch.sequences = batch.sequences + drawn
 
     # ---------------------------------------------------------------- collect
@@ -353,83 +250,5 @@ class Scheduler:
         look[batch.num_decode :] = True
         for r in (known % size == 1 % size).nonzero()[0].tolist():
             if known[r] > 0:
-                self._register(batch.sequences[r], int(known[r]) - 1)
+                self.register(batch.sequences[r], int(known[r]) - 1)
         return [(r, batch.sequences[r]) for r in look.nonzero()[0].tolist() if alive[r]]
-
-    def _register(self, sequence: Sequence, written: int) -> None:
-        """Make the row's full blocks below ``written`` tokens findable."""
-        size = self.pool.block_size
-        for i in range(len(sequence.nodes), written // size):
-            block = int(self.table[sequence.slot, i])
-            own = sequence.tokens[i * size : (i + 1) * size]
-            sequence.nodes.append(self.pool.register(block, sequence.last_node, own))
-
-    # ---------------------------------------------------------------- leaving a slot
-
-    def release(self, sequence: Sequence) -> None:
-        """Give back slot and blocks; the row goes to -1."""
-        slot = sequence.slot
-        self.pool.release(self.row(slot))
-        self.table[slot, : self.num_blocks[slot]] = -1
-        self.num_blocks[slot] = 0
-        self.slots[slot] = None
-        self.epochs[slot] += 1
-        self.decoding[slot] = False
-        self._rows = None
-        self.num_special -= bool(self.special[slot])
-        self.special[slot] = False
-        self.length[slot] = 0
-        self.host_logits -= sequence.params.logits_fn is not None
-        self.free_slots.append(slot)
-        self.free_slots.sort(reverse=True)
-        if sequence in self.prefilling:
-            self.prefilling.remove(sequence)
-        if sequence in self.restoring:
-            self.restoring.remove(sequence)
-        sequence.slot = -1
-
-    def preempt(self, sequence: Sequence) -> None:
-        """Send a running sequence back to the front of the queue, to be recomputed."""
-        self.release(sequence)
-        sequence.reset_progress()
-        sequence.preemptions += 1
-        self.preemptions += 1
-        self.queue.appendleft(sequence)
-
-    def end(self, sequence: Sequence) -> None:
-        """Take a sequence out of wherever it is."""
-        if sequence.state == "running":
-            self.release(sequence)
-        elif sequence.state == "queued" and sequence in self.queue:
-            self.queue.remove(sequence)
-
-    def rebuild(self, requests: Iterable[Request]) -> None:
-        """Bring every store to a good state after an exception: nothing runs, all blocks are free, the rest queues."""
-        waiting = [s for request in requests for s in request.sequences if s.state != "ended"]
-        for sequence in waiting:
-            sequence.reset_progress()
-        self.pool.reset()
-        self.epochs += 1
-        self._clear()
-        self.queue.extend(sorted(waiting, key=lambda s: s.order))
-
-    # ---------------------------------------------------------------- looking at it
-
-    def written(self, sequence: Sequence) -> int:
-        """Return how many of a running sequence's tokens have KV once the launched steps end."""
-        slot = sequence.slot
-        return int(self.length[slot]) - 1 if self.decoding[slot] else sequence.scheduled
-
-    def row(self, slot: int) -> list[int]:
-        """Return a slot's blocks in order."""
-        return [int(b) for b in self.table[slot, : self.num_blocks[slot]]]
-
-    @property
-    def running(self) -> list[Sequence]:
-        """Sequences in slots, by slot."""
-        return [s for s in self.slots if s is not None]
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing waits and nothing runs."""
-        return not self.queue and all(s is None for s in self.slots)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minivllm.block_pool import ROOT
+from minivllm.detokenizer import Detokenizer, StopChecker
 from minivllm.request import (
     FinishReason,
     Generation,
@@ -15,7 +16,6 @@ from minivllm.request import (
     Sample,
     SamplingParams,
 )
-from minivllm.detokenizer import Detokenizer, StopChecker
 
 if TYPE_CHECKING:
     from minivllm.tokenizer import Tokenizer
@@ -128,11 +128,19 @@ class Sequence:
         self.scheduled = 0
         self.nodes.clear()
         self.state = "queued"
+        if self.logprobs is not None:  # an interrupt can fall between a token and its log probabilities: draw it again
+            del self.tokens[self.prompt_len + len(self.logprobs) :]
 
-    def rebuild_text(self) -> None:
-        """Compute the text anew from the tokens, as after an interrupt half-way."""
+    def rebuild_text(self) -> str | None:
+        """Bring tokens, log probabilities and text in step again, as after an interrupt half-way.
+
+        Return the stop text that the tokens complete, if any.
+        """
+        if self.logprobs is not None:
+            del self.tokens[self.prompt_len + len(self.logprobs) :]
+            del self.logprobs[self.num_output :]
         self.text = TextState(self.request.tokenizer, self.params)
-        self.advance_text()
+        return self.advance_text()
 
     def advance_text(self) -> str | None:
         """Take the tokens that the text has not seen; return the stop text that they complete, if any."""

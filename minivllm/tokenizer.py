@@ -12,6 +12,7 @@ import tokenizers
 from minivllm.chat_template import ChatTemplate, read_templates
 from minivllm.config import read_json
 from minivllm.detokenizer import Detokenizer, StopChecker
+from minivllm.safetensors_file import refuse_lfs_pointer
 
 __all__ = ["Detokenizer", "StopChecker", "Tokenizer"]
 
@@ -79,6 +80,8 @@ class Tokenizer:
                 f"{path} has {', '.join(others)} but no tokenizer.json, which is what is read; "
                 "transformers' AutoTokenizer can write one with save_pretrained"
             )
+        with file.open("rb") as stream:
+            refuse_lfs_pointer(file, stream.read(64))
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # The library raises plain Exception.
@@ -127,9 +130,7 @@ class Tokenizer:
             piece = self.piece(token_id, False) or ""
             try:
                 known = bytes([_BYTE_OF[character] for character in piece])
-            except (
-                KeyError
-            ):  # An added token may hold characters that stand for no byte; it is then as spelt.
+            except KeyError:  # An added token may hold characters that stand for no byte; it is then as spelt.
                 known = piece.encode()
             self._bytes[token_id] = known
         return known
@@ -164,9 +165,7 @@ class Tokenizer:
     ) -> str:
         """Render a conversation to text, as `apply_chat_template` encodes it."""
         if self.chat_template is None:
-            raise ValueError(
-                "the model has no chat template; render the conversation and pass it as a prompt"
-            )
+            raise ValueError("the model has no chat template; render the conversation and pass it as a prompt")
         return self.chat_template.render(messages, add_generation_prompt, **kwargs)
 
     def save(self, directory: Path) -> None:

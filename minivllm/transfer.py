@@ -63,7 +63,7 @@ class FileReader:
         descriptor = self._open(stored.file)
         try:
             if into.device.type == "cpu" and into.dtype == stored.dtype:
-                read_exactly(descriptor, _bytes_of(into).numpy().data, stored.offset)
+                self._fill(descriptor, _bytes_of(into).numpy().data, stored.offset)
             else:
                 self._read_staged(descriptor, stored, into.view(-1))
         except ValueError as error:
@@ -100,9 +100,7 @@ class FileReader:
     def _next_buffer(self) -> Tensor:
         if not self._buffers:
             pin = self._device.type == "cuda"
-            self._buffers = [
-                torch.empty(self._buffer_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)
-            ]
+            self._buffers = [torch.empty(self._buffer_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
         event = self._arrived[self._turn]
         if event is not None:
             event.synchronize()

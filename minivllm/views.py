@@ -118,7 +118,7 @@ class Views:
 
     @property
     def free_blocks(self) -> list[int]:
-        """Blocks that nobody owns, in the order they are taken: first the empty ones, then those cached for a prefix."""
+        """Blocks that nobody owns, in the order they are taken: the empty ones, then those cached for a prefix."""
         with self._lock:
             pool = self._scheduler.pool
             return [*pool.free, *pool.cached]
@@ -127,7 +127,8 @@ class Views:
     def block_table(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """A copy of the block table, ``int32[num_slots, max_blocks]``, -1 where there is no block."""
         with self._lock:
-            return self._scheduler.table.copy()
+            table: np.ndarray[Any, np.dtype[np.int32]] = self._scheduler.table.copy()
+            return table
 
     @property
     def stats(self) -> EngineStats:

@@ -18,9 +18,7 @@ TIME_LIMIT = 120.0  # seconds a test may take, unless its marker time_limit says
 HANG_LIMIT = 900.0  # seconds after which a test that no signal reaches ends the run
 
 # The same examples in every run of CI; new ones at a desk. Either way a failure prints how to repeat it.
-hypothesis.settings.register_profile(
-    "minivllm", deadline=None, print_blob=True, derandomize="CI" in os.environ
-)
+hypothesis.settings.register_profile("minivllm", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("minivllm")
 
 _stderr = pytest.StashKey[int]()
@@ -56,11 +54,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     gpu_tests = config.stash.get(_gpu_tests, 0)
-    if gpu_tests and gpu_report.RUNNING not in os.environ:
+    if gpu_tests:
         terminalreporter.write_sep("=", "GPU tests", bold=True)
         if reason := why_no_gpu():
             terminalreporter.write_line(f"{gpu_tests} GPU tests were not run here: {reason}.")
-        terminalreporter.write_line(gpu_report.describe())
+        if gpu_report.RUNNING not in os.environ:
+            terminalreporter.write_line(gpu_report.describe())
 
 
 class OutOfTime(BaseException):

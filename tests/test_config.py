@@ -70,10 +70,7 @@ def test_head_dim_and_heads() -> None:
     assert read(head_dim=None).head_dim == 64
     assert read(num_key_value_heads=None).num_kv_heads == 32
     qwen3 = {"architectures": ["Qwen3ForCausalLM"], "rope_scaling": None}
-    assert (
-        ModelConfig.from_dict({k: v for k, v in (LLAMA_1B | qwen3).items() if k != "head_dim"}).head_dim
-        == 128
-    )
+    assert ModelConfig.from_dict({k: v for k, v in (LLAMA_1B | qwen3).items() if k != "head_dim"}).head_dim == 128
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -215,20 +212,14 @@ def test_inverse_frequencies_are_those_of_transformers(scaling: dict, theta: flo
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     fields = {"max_position_embeddings": 131072, "head_dim": head_dim}
-    original = (
-        {"original_max_position_embeddings": 8192} if scaling["rope_type"] in ("llama3", "yarn") else {}
-    )
+    original = {"original_max_position_embeddings": 8192} if scaling["rope_type"] in ("llama3", "yarn") else {}
     parameters = {**scaling, **original, "rope_theta": theta}
     theirs = LlamaRotaryEmbedding(
-        LlamaConfig(
-            hidden_size=4 * head_dim, num_attention_heads=4, **fields, rope_parameters=dict(parameters)
-        )
+        LlamaConfig(hidden_size=4 * head_dim, num_attention_heads=4, **fields, rope_parameters=dict(parameters))
     )
     ours = RopeConfig.from_dict({**fields, "rope_parameters": parameters})
     # Theirs are computed in float32.
-    torch.testing.assert_close(
-        ours.inv_freq(head_dim), theirs.inv_freq.double(), rtol=4e-6, atol=0, check_dtype=True
-    )
+    torch.testing.assert_close(ours.inv_freq(head_dim), theirs.inv_freq.double(), rtol=4e-6, atol=0, check_dtype=True)
     assert ours.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
     if scaling["rope_type"] != "default":
         plain = RopeConfig(theta=theta).inv_freq(head_dim)

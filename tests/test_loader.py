@@ -110,6 +110,25 @@ def test_staging_in_small_pieces(tmp_path: Path) -> None:
                 assert torch.equal(into, tensor.bfloat16())
 
 
+def test_loading_to_a_device(device: torch.device, untied: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        expected = load(untied, dtype=dtype)
+        for name, tensor in load(untied, device=device, dtype=dtype).items():
+            assert tensor.device.type == device.type
+            assert torch.equal(tensor.cpu(), expected[name]), name
+
+
+def test_staging_to_a_device_reuses_buffers_in_time(device: torch.device, tmp_path: Path) -> None:
+    # Hundreds of turns of two small buffers: one refilled before its copy has arrived would show.
+    source = torch.randn(1 << 20)
+    save_file({"a": source}, tmp_path / "x.safetensors")
+    for dtype in (torch.float32, torch.bfloat16):
+        into = torch.empty(1 << 20, dtype=dtype, device=device)
+        with FileReader(device, 16384) as reader:
+            reader.read(read_header(tmp_path / "x.safetensors")["a"], into)
+        assert torch.equal(into.cpu(), source.to(dtype))
+
+
 def test_staging_with_several_threads(tmp_path: Path) -> None:
     source = torch.arange(3_000_017, dtype=torch.float32)
     save_file({"a": source}, tmp_path / "x.safetensors")

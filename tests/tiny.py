@@ -44,19 +44,15 @@ def byte_level_tokenizer(vocab_size: int = VOCAB_SIZE, add_bos: bool = True) -> 
 def sentencepiece_tokenizer() -> tokenizers.Tokenizer:
     """Make a BPE such as SentencePiece models become: ▁ for spaces, bytes for what has no piece."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
-    pieces += [*"abcdefghijklmnopqrstuvwxyzH.,", "▁a", "▁t", "he", "▁the", "lo", "Hel", "He"]
+    pieces += [*"abcdefghijklmnopqrstuvwxyzH.,", "▁a", "▁t", "he", "▁the", "lo", "Hel", "He", "ol"]
     vocab = {piece: i for i, piece in enumerate(pieces)}
-    merges = [("▁", "a"), ("▁", "t"), ("h", "e"), ("▁t", "he"), ("l", "o"), ("H", "e"), ("He", "l")]
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
+    merges = [("▁", "a"), ("▁", "t"), ("h", "e"), ("▁t", "he"), ("l", "o"), ("H", "e"), ("He", "l"), ("o", "l")]
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair=None, special_tokens=[("<s>", 1)]
-    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", pair=None, special_tokens=[("<s>", 1)])
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in pieces[:3]])
     return tokenizer
 

@@ -19,6 +19,8 @@ struct AttentionItem {
 constexpr int64_t kTileKeys = 64;     // reduced at a time
 constexpr int64_t kItemRows = 32;     // rows that share a tile
 constexpr int64_t kMaxHeadDim = 256;  // what the buffers on the stack hold
+// Below this many products of q and k, waking a thread costs more than it saves.
+constexpr int64_t kSmallProducts = 1 << 16;
 
 }  // namespace minivllm::cpu
 
@@ -38,8 +40,11 @@ void prefill_attention(const AttentionParams& p) {
   const int64_t group = p.num_q_heads / p.kv.num_kv_heads;
   const int64_t max_items = ceil_div(p.max_q_len * group, kItemRows);
   const int64_t per_item_index = p.num_seqs * p.kv.num_kv_heads;
+  int64_t num_keys = 0;
+  for (int64_t s = 0; s < p.num_seqs; ++s) num_keys += p.slots[s] >= 0 ? p.seq_lens[s] : 0;
+  const bool small = num_keys * p.max_q_len * p.num_q_heads * p.kv.head_dim < kSmallProducts;
   // The last rows of a sequence see the most keys, so they start first.
-  parallel_items(max_items * per_item_index, [&](int64_t i) {
+  parallel_items(max_items * per_item_index, !small, [&](int64_t i) {
     AttentionItem item;
     item.seq = i % per_item_index / p.kv.num_kv_heads;
     item.kv_head = i % p.kv.num_kv_heads;

@@ -3,31 +3,49 @@
 // is its own: it is the same whichever rows stand beside it. Compiled once for each instruction
 // set by each_isa.h.
 
-// n keys (part 0) or values (part 1) from position first of a sequence, as float
-// [n, width], zeros from head_dim to width. Nothing past them is read: it may never have been
-// written.
+// Where the key (part 0) or value (part 1) of a position lies, and how many more follow it in its
+// block.
+template <class T>
+inline const T* find_key(const AttentionParams& p, int64_t slot, int64_t head, int64_t part,
+                         int64_t position, int64_t& following) {
+  const KvCache& kv = p.kv;
+  const int64_t index = position / kv.block_size, offset = position % kv.block_size;
+  const int64_t block =
+      index < kv.max_blocks ? kv.block_table[slot * kv.block_table_stride + index] : int64_t{-1};
+  if (block < 0 || block >= kv.num_blocks) {
+    throw std::out_of_range("attention: the block table has no block for a key");
+  }
+  following = kv.block_size - offset;
+  return static_cast<const T*>(kv.cache) +
+         (((block * 2 + part) * kv.num_kv_heads + head) * kv.block_size + offset) * kv.head_dim;
+}
+
+// n keys or values from position first of a sequence, as float [n, width], zeros from head_dim to
+// width. Nothing past them is read: it may never have been written.
 template <class T>
 void load_tile(float* tile, const AttentionParams& p, int64_t slot, int64_t head, int64_t part,
                int64_t first, int64_t n, int64_t width) {
-  const KvCache& kv = p.kv;
-  const int32_t* table = kv.block_table + slot * kv.block_table_stride;
-  int64_t left_in_block = 0;
-  const T* from = nullptr;
-  for (int64_t j = 0; j < n; ++j, --left_in_block, from += kv.head_dim) {
-    if (left_in_block == 0) {
-      const int64_t position = first + j, index = position / kv.block_size;
-      const int64_t block = index < kv.max_blocks ? table[index] : -1;
-      if (block < 0 || block >= kv.num_blocks) {
-        throw std::out_of_range("attention: the block table has no block for a key");
+  const int64_t head_dim = p.kv.head_dim;
+  for (int64_t j = 0; j < n;) {
+    int64_t run;
+    const T* from = find_key<T>(p, slot, head, part, first + j, run);
+    for (const int64_t end = j + run < n ? j + run : n; j < end; ++j, from += head_dim) {
+      for (int64_t i = 0; i < head_dim; i += kLanes) {
+        store(tile + j * width + i, load_first(from + i, head_dim - i));
       }
-      const int64_t offset = position % kv.block_size;
-      left_in_block = kv.block_size - offset;
-      from = static_cast<const T*>(kv.cache) +
-             (((block * 2 + part) * kv.num_kv_heads + head) * kv.block_size + offset) * kv.head_dim;
     }
-    for (int64_t i = 0; i < kv.head_dim; i += kLanes) {
-      store(tile + j * width + i, load_first(from + i, kv.head_dim - i));
-    }
+  }
+}
+
+// Asks for what load_tile will read: blocks lie anywhere, so the hardware cannot guess.
+template <class T>
+void prefetch_tile(const AttentionParams& p, int64_t slot, int64_t head, int64_t part,
+                   int64_t first, int64_t n) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t j = 0, run; j < n; j += run) {
+    const T* from = find_key<T>(p, slot, head, part, first + j, run);
+    const int64_t size = (run < n - j ? run : n - j) * p.kv.head_dim;
+    for (int64_t i = 0; i < size; i += kLine) __builtin_prefetch(from + i, 0, 2);
   }
 }
 
@@ -102,9 +120,16 @@ void attend_rows(const AttentionParams& p, const AttentionItem& item) {
   }
   const Vec scale = set1(p.scale * 1.44269504f);  // exp(x) = 2^(x log2(e))
   const int64_t end = num_keys(rows - 1);
+  prefetch_tile<T>(p, slot, item.kv_head, 1, 0, end < kTileKeys ? end : kTileKeys);
   for (int64_t first = 0; first < end; first += kTileKeys) {
     const int64_t n = end - first < kTileKeys ? end - first : kTileKeys;
     load_tile<T>(tile, p, slot, item.kv_head, 0, first, n, width);
+    const int64_t next = first + kTileKeys;
+    if (next < end) {
+      const int64_t next_n = end - next < kTileKeys ? end - next : kTileKeys;
+      prefetch_tile<T>(p, slot, item.kv_head, 0, next, next_n);
+      prefetch_tile<T>(p, slot, item.kv_head, 1, next, next_n);
+    }
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t seen = num_keys(r) - first;
       if (seen <= 0) continue;

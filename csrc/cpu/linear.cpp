@@ -34,8 +34,9 @@ namespace {
 constexpr int64_t kBlockOutputs = 16;
 // Rows whose x is converted to float at a time.
 constexpr int64_t kConvertedRows = 256;
-// Products that a thread should at least have: below that, waking it costs more than it saves.
-constexpr int64_t kGrainProducts = 16384;
+// What a thread should at least have to do: below that, waking it costs more than it saves. Reading
+// a weight costs as much as its products with kRowsOfARead rows.
+constexpr int64_t kGrainProducts = 1 << 19, kRowsOfARead = 8;
 
 int64_t values_per_step(DType dtype) { return dtype == DType::kBFloat16 ? 2 : 1; }
 
@@ -55,8 +56,8 @@ void run(const LinearJob& job, bool dot) {
 #if MINIVLLM_X86
   if (dot) kernel = &avx512_bf16::linear;
 #endif
-  const int64_t block_products = kBlockOutputs * p.k * job.num_rows;
-  parallel_for(ceil_div(p.n, kBlockOutputs), ceil_div(kGrainProducts, block_products),
+  const int64_t block_cost = kBlockOutputs * p.k * (job.num_rows + kRowsOfARead);
+  parallel_for(ceil_div(p.n, kBlockOutputs), ceil_div(kGrainProducts, block_cost),
                [&](int64_t begin, int64_t end) { kernel(job, begin, end); });
 }
 

@@ -45,12 +45,19 @@ void tile(const LinearJob& job, int64_t row, int64_t block) {
   }
   const int64_t whole_steps = MINIVLLM_BF16_DOT ? p.k / 2 : job.steps;
   int64_t step = 0;
-  // Reading runs this far ahead: the hardware stops at the end of each page of 4 KiB.
+  // The hardware's own prefetcher stops at the end of each page of 4 KiB.
   constexpr int64_t kAhead = 4096 / sizeof(T);
+  const bool prefetch = row == 0 && B <= kStreams;
 #pragma GCC unroll 4
   for (; step < whole_steps; ++step) {
     const T* w = weight + step * kLanes * kValues;
-    if (B == 1) __builtin_prefetch(w + kAhead);
+    if (prefetch && B == 1) {
+      __builtin_prefetch(w + kAhead);
+    } else if (prefetch) {  // the next blocks, in the order of memory
+      for (int b = 0; b < B; ++b) {
+        __builtin_prefetch(weight + B * block_size + (step * B + b) * kLanes * kValues, 0, 2);
+      }
+    }
 #if MINIVLLM_BF16_DOT
     __m512bh wide[B];
     for (int b = 0; b < B; ++b) wide[b] = (__m512bh)_mm512_loadu_si512(w + b * block_size);
@@ -103,37 +110,46 @@ void tile(const LinearJob& job, int64_t row, int64_t block) {
   }
 }
 
-// rows <= R rows of one block.
-template <class T, int R>
+// rows <= R rows of B blocks.
+template <class T, int R, int B>
 inline void narrow_tile(const LinearJob& job, int64_t rows, int64_t row, int64_t block) {
   if (rows == R) {
-    tile<T, R, 1>(job, row, block);
+    tile<T, R, B>(job, row, block);
   } else if constexpr (R > 1) {
-    narrow_tile<T, R - 1>(job, rows, row, block);
+    narrow_tile<T, R - 1, B>(job, rows, row, block);
   }
 }
 
-// A few rows stream each block once, in the order of memory; many rows work on kBlocks blocks
-// that stay in the cache, with as many accumulators as there are registers.
+// Very few rows stream the blocks once in the order of memory; a few take kStreams blocks at a
+// time, whose chains are enough to hide the latency of a product; many rows work on kTileBlocks
+// blocks that stay in the cache, with as many accumulators as there are registers.
 template <class T>
 void linear_blocks(const LinearJob& job, int64_t begin, int64_t end) {
-  constexpr int kRows = kTileRows, kBlocks = kTileBlocks;
-  for (int64_t block = begin; block < end;) {
-    const int64_t blocks = job.num_rows > kRows && end - block >= kBlocks ? kBlocks : 1;
-    int64_t row = 0;
-    for (; row + kRows <= job.num_rows; row += kRows) {
-      if (blocks == kBlocks) {
-        tile<T, kRows, kBlocks>(job, row, block);
-      } else {
-        tile<T, kRows, 1>(job, row, block);
+  const int64_t whole_rows = job.num_rows / kTileRows * kTileRows;
+  const int64_t rest = job.num_rows - whole_rows;
+  int64_t block = begin;
+  if (whole_rows > kTileRows) {
+    for (; block + kTileBlocks <= end; block += kTileBlocks) {
+      for (int64_t row = 0; row < whole_rows; row += kTileRows) {
+        tile<T, kTileRows, kTileBlocks>(job, row, block);
+      }
+      for (int64_t b = 0; rest > 0 && b < kTileBlocks; ++b) {
+        narrow_tile<T, kTileRows, 1>(job, rest, whole_rows, block + b);
       }
     }
-    if (row < job.num_rows) {
-      for (int64_t b = 0; b < blocks; ++b) {
-        narrow_tile<T, kRows>(job, job.num_rows - row, row, block + b);
-      }
+  }
+  const int64_t streams_end = job.num_rows > kTileRows / 2 ? end : begin;
+  for (; block + kStreams <= streams_end; block += kStreams) {
+    for (int64_t row = 0; row < whole_rows; row += kTileRows) {
+      tile<T, kTileRows, kStreams>(job, row, block);
     }
-    block += blocks;
+    if (rest > 0) narrow_tile<T, kTileRows, kStreams>(job, rest, whole_rows, block);
+  }
+  for (; block < end; ++block) {
+    for (int64_t row = 0; row < whole_rows; row += kTileRows) {
+      tile<T, kTileRows, 1>(job, row, block);
+    }
+    if (rest > 0) narrow_tile<T, kTileRows, 1>(job, rest, whole_rows, block);
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <type_traits>
 
 namespace minivllm::cpu {
 
@@ -23,11 +24,12 @@ void parallel_for(int64_t n, int64_t grain, F&& f) {
       const_cast<void*>(static_cast<const void*>(&f)));
 }
 
-// f(i) for each i in [0, n), each taken by the next free thread: for items of unequal length.
+// f(i) for each i in [0, n), each taken by the next free thread: for items of unequal length. Many
+// threads take part only where wide.
 template <class F>
-void parallel_items(int64_t n, F&& f) {
+void parallel_items(int64_t n, bool wide, F&& f) {
   std::atomic<int64_t> next{0};
-  parallel_for(n, 1, [&](int64_t, int64_t) {
+  parallel_for(n, wide ? 1 : n, [&](int64_t, int64_t) {
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) f(i);
   });
 }

@@ -111,5 +111,7 @@ inline Vec sum_rows(const float* rows) {
 
 // Rows and blocks of a matrix product's tile: 8 accumulators, 4 weights, 2 x of 16 registers.
 constexpr int kTileRows = 4, kTileBlocks = 1;
+// Blocks that a few rows read at a time.
+constexpr int kStreams = 1;
 
 #include "simd_common.h"

@@ -85,5 +85,7 @@ inline float sum(Vec x) {
 
 // Rows and blocks of a matrix product's tile: 24 accumulators, 3 weights, one x of 32 registers.
 constexpr int kTileRows = 8, kTileBlocks = 3;
+// Blocks that a few rows read at a time.
+constexpr int kStreams = 2;
 
 #include "simd_common.h"

@@ -88,5 +88,7 @@ inline Vec sum_rows(const float* rows) {
 
 // Rows and blocks of a matrix product's tile.
 constexpr int kTileRows = 2, kTileBlocks = 1;
+// Blocks that a few rows read at a time.
+constexpr int kStreams = 1;
 
 #include "simd_common.h"

@@ -12,12 +12,12 @@ struct GemmConfig {
   int stage_blocks;  // k-blocks of 64 in a stage of the ring: 1, or 4 (2 for 64 columns) where it
                      // divides k / 64
   int ring_bytes;    // at most this much shared memory for the ring; at least two stages are taken
-  int ctas_per_sm;   // bound of the persistent grid
+  int prefetch_bytes;  // of the weights, to L2, beyond the ring, before the kernel before has ended
+  int ctas_per_sm;     // bound of the persistent grid
 };
 
 // The instances that are compiled.
-constexpr int kGemmColumns[2][9] = {{16, 24, 32, 48, 64, 96, 128, 192, 256},
-                                    {32, 48, 64, 96, 128, 192, 256, 0, 0}};
+constexpr int kGemmColumns[2][7] = {{16, 24, 32, 48, 64, 96, 128}, {32, 48, 64, 96, 128, 192, 256}};
 
 GemmConfig choose_gemm_config(const LinearParams& p, int num_sms);
 

@@ -5,6 +5,8 @@
 // copies, which clip at the matrix' edges and run while the next tile is multiplied.
 #pragma once
 
+#include <type_traits>
+
 #include "common.cuh"
 #include "sm90.cuh"
 
@@ -55,8 +57,9 @@ __device__ __forceinline__ void add_bias(float (&acc)[kN / 2], const Output& o, 
 #pragma unroll
   for (int i = 0; i < kN / 8; ++i) {
     const int column = at.column + 8 * i + 2 * (at.lane % 4);
-    if (column >= o.n) break;
-    const float2 b = unpack(*reinterpret_cast<const uint32_t*>(bias + column), T{});
+    uint32_t pair = 0;
+    if (column < o.n) pair = *reinterpret_cast<const uint32_t*>(bias + column);
+    const float2 b = unpack(pair, T{});
     acc[4 * i] += b.x;
     acc[4 * i + 1] += b.y;
     acc[4 * i + 2] += b.x;
@@ -84,33 +87,40 @@ __device__ __forceinline__ void load_pairs(uint32_t (&old)[kN / 4], const Output
   }
 }
 
+// Each kind of output is a loop of its own without branches: this code runs once a tile, from a
+// cold instruction cache.
 template <typename T, int kN>
 __device__ __forceinline__ void store_pairs(const float (&acc)[kN / 2],
                                             const uint32_t (&old)[kN / 4], const Output& o,
                                             const Place& at) {
+  const auto for_pairs = [&](auto* out, int shrink, auto&& make) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int token = at.token + at.row() + 8 * h;
-    if (token >= o.num_tokens) break;
-    const int64_t row = token * o.stride;
+    for (int h = 0; h < 2; ++h) {
+      const int token = at.token + at.row() + 8 * h;
+      if (token >= o.num_tokens) break;
+      auto* row = out + token * o.stride + (at.column + 2 * (at.lane % 4)) / shrink;
+      const int columns = o.n - at.column - 2 * (at.lane % 4);  // this thread's and all further
 #pragma unroll
-    for (int i = 0; i < kN / 8; ++i) {
-      const int column = at.column + 8 * i + 2 * (at.lane % 4);
-      if (column >= o.n) break;
-      const float x = acc[4 * i + 2 * h], y = acc[4 * i + 2 * h + 1];
-      T* out = static_cast<T*>(o.out) + row;
-      if (o.is_float) {
-        float* wide = static_cast<float*>(o.out) + row;
-        *reinterpret_cast<float2*>(wide + column) = make_float2(x, y);
-      } else if (o.epilogue == Epilogue::kSiluMul) {
-        out[column / 2] = from_float<T>(silu_mul(x, y));
-      } else if (o.epilogue == Epilogue::kResidual) {
-        const float2 r = unpack(old[2 * i + h], T{});
-        *reinterpret_cast<uint32_t*>(out + column) = pack(r.x + x, r.y + y, T{});
-      } else {
-        *reinterpret_cast<uint32_t*>(out + column) = pack(x, y, T{});
+      for (int i = 0; i < kN / 8; ++i) {
+        const auto value = make(acc[4 * i + 2 * h], acc[4 * i + 2 * h + 1], old[2 * i + h]);
+        using Value = std::remove_const_t<decltype(value)>;
+        if (8 * i < columns) *reinterpret_cast<Value*>(row + 8 * i / shrink) = value;
       }
     }
+  };
+  T* out = static_cast<T*>(o.out);
+  if (o.is_float) {
+    for_pairs(static_cast<float*>(o.out), 1,
+              [](float x, float y, uint32_t) { return make_float2(x, y); });
+  } else if (o.epilogue == Epilogue::kSiluMul) {
+    for_pairs(out, 2, [](float x, float y, uint32_t) { return from_float<T>(silu_mul(x, y)); });
+  } else if (o.epilogue == Epilogue::kResidual) {
+    for_pairs(out, 1, [](float x, float y, uint32_t residual) {
+      const float2 r = unpack(residual, T{});
+      return pack(r.x + x, r.y + y, T{});
+    });
+  } else {
+    for_pairs(out, 1, [](float x, float y, uint32_t) { return pack(x, y, T{}); });
   }
 }
 

@@ -25,13 +25,26 @@ constexpr int kSteps = 4;        // k16 steps in a k-block
 constexpr int kMaxStages = 32;
 constexpr int kRowUnits = sm90::kSwizzleRow / 16;  // a row in the units of a descriptor
 
+// Tiles whose output leaves through shared memory.
+template <int kTokens, int kN>
+constexpr bool kStaged = kTokens > kTileTokens&& kN >= 128;
+
+// Staged tiles need more registers than an even share: the copying warp gets a warpgroup's worth of
+// threads and gives their registers away.
+template <int kTokens, int kN>
+constexpr int kThreads = kTokens / kTileTokens * sm90::kWarpgroupSize +
+                         (kStaged<kTokens, kN> ? sm90::kWarpgroupSize : kWarpSize);
+constexpr int kCopyRegisters = 40;
+constexpr int kMultiplyRegisters = 232;
+
 struct Problem {
   CUtensorMap x, weight;  // boxes of one stage
   CUtensorMap out;        // of staged tiles
   Output output;
-  int stages;        // of the ring
-  int tile_stages;   // stages that a tile takes: k / (kBlock * kBlocks)
-  int stage_tokens;  // token rows in a stage, a multiple of 8
+  int stages;           // of the ring
+  int tile_stages;      // stages that a tile takes: k / (kBlock * kBlocks)
+  int prefetch_stages;  // of weights, brought to L2 beyond the ring
+  int stage_tokens;     // token rows in a stage, a multiple of 8
   int token_tiles, column_tiles;
   int group;           // token tiles that are walked before the next column tile
   bool stream_weight;  // each weight is read once: it need not stay in L2
@@ -90,6 +103,11 @@ __device__ __forceinline__ void produce(const Problem& p, uint32_t x_ring, uint3
   };
   const int ahead = min(p.stages, total);
   for (int slot = 0; slot < ahead; ++slot) load_weight(slot);
+  Cursor later = weight_at;
+  for (int i = ahead; i < min(ahead + p.prefetch_stages, total); ++i) {
+    sm90::tma_prefetch(&p.weight, 0, later.tile.column * kN, later.stage * kBlocks, weight_policy);
+    later.advance(p);
+  }
   sm90::prefetch_tensor_map(&p.x);
   pdl_wait();
   for (int slot = 0; slot < ahead; ++slot) load_x(slot);
@@ -102,10 +120,6 @@ __device__ __forceinline__ void produce(const Problem& p, uint32_t x_ring, uint3
     if (++slot == p.stages) slot = 0, parity ^= 1;
   }
 }
-
-// Tiles whose output leaves through shared memory.
-template <int kTokens, int kN>
-constexpr bool kStaged = kTokens > kTileTokens&& kN >= 128;
 
 template <typename T, int kTokens, int kN, int kBlocks>
 __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint32_t weight_ring,
@@ -123,7 +137,6 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
   pdl_wait();  // out may be the kernel before's input, or its output
 
   constexpr bool kIsStaged = kStaged<kTokens, kN>;
-  constexpr bool kEarly = kN <= 192;  // registers are left for the residual while tiles multiply
   [[maybe_unused]] Exit exit{&p.out, staging + warpgroup * kChunkBuffers * kChunkBytes, warpgroup};
   [[maybe_unused]] Ahead ahead;
   [[maybe_unused]] uint32_t old[kN / 4];
@@ -134,9 +147,16 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
   for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
     const Tile tile = tile_at(p, index);
     const Place at = {tile.token * kTokens + warpgroup * kTileTokens, tile.column * kN, warp, lane};
-    if constexpr (!kIsStaged && kEarly) {
-      if (residual) load_pairs<T, kN>(old, p.output, at);
+    if (residual) {  // travels while the tile is multiplied
+      if constexpr (kIsStaged) {
+        load_chunk<T>(ahead.old[0], p.output, at, 0);
+        load_chunk<T>(ahead.old[1], p.output, at, 1);
+      } else {
+        load_pairs<T, kN>(old, p.output, at);
+      }
     }
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) acc[i] = 0.0f;
     for (int stage = 0; stage < p.tile_stages; ++stage) {
       sm90::mbarrier_wait(full + 8 * slot, parity);
       sm90::pin_registers(acc);
@@ -146,7 +166,7 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           sm90::wgmma<T>(acc, sm90::descriptor(x_slot + 2 * step),
-                         sm90::descriptor(weight_slot + 2 * step), (stage | block | step) != 0);
+                         sm90::descriptor(weight_slot + 2 * step), 1);
         }
         x_slot += x_block;
         weight_slot += kWeightBlock;
@@ -159,12 +179,6 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
       held = slot;
       if (++slot == p.stages) slot = 0, parity ^= 1, x_slot = x_first, weight_slot = weight_first;
     }
-    if constexpr (kIsStaged) {
-      if (residual) {
-        load_chunk<T>(ahead.old[0], p.output, at, 0);
-        load_chunk<T>(ahead.old[1], p.output, at, 1);
-      }
-    }
     sm90::wgmma_wait<0>();
     sm90::pin_registers(acc);
     if (lane == 0) sm90::mbarrier_arrive(empty + 8 * held);
@@ -172,9 +186,6 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
     if constexpr (kIsStaged) {
       store_staged<T, kN>(acc, ahead, exit, p.output, at);
     } else {
-      if constexpr (!kEarly) {
-        if (residual) load_pairs<T, kN>(old, p.output, at);
-      }
       store_pairs<T, kN>(acc, old, p.output, at);
     }
   }
@@ -186,7 +197,7 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
 // Two CTAs of one warpgroup fit an SM's registers, so that the next kernel's CTA can start to copy
 // its weights while this one runs.
 template <typename T, int kWarpgroups, int kN, int kBlocks>
-__global__ void __launch_bounds__(kWarpgroups* sm90::kWarpgroupSize + kWarpSize, 3 - kWarpgroups)
+__global__ void __launch_bounds__(kThreads<kWarpgroups * kTileTokens, kN>, 3 - kWarpgroups)
     gemm_kernel(const __grid_constant__ Problem p) {
 #if defined(MINIVLLM_SM90A)
   extern __shared__ uint8_t shared[];
@@ -212,10 +223,12 @@ __global__ void __launch_bounds__(kWarpgroups* sm90::kWarpgroupSize + kWarpSize,
     }
   }
   __syncthreads();
-  if (warp == kProducer) {
-    if (threadIdx.x % kWarpSize == 0)
+  if (warp >= kProducer) {
+    if constexpr (kStaged<kTokens, kN>) sm90::shrink_registers<kCopyRegisters>();
+    if (threadIdx.x == kProducer * kWarpSize)
       produce<kTokens, kN, kBlocks>(p, x_ring, weight_ring, full, empty);
   } else {
+    if constexpr (kStaged<kTokens, kN>) sm90::grow_registers<kMultiplyRegisters>();
     consume<T, kTokens, kN, kBlocks>(p, x_ring, weight_ring, staging, full, empty);
   }
 #endif
@@ -227,6 +240,7 @@ void launch_instance(const LinearParams& p, const GemmConfig& config, Stream str
   const auto ceil_div = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
   Problem problem;
   problem.tile_stages = static_cast<int>(p.k / (kBlock * kBlocks));
+  problem.prefetch_stages = config.prefetch_bytes / (kN * kBlocks * sm90::kSwizzleRow);
   problem.stage_tokens = kTokens;
   for (int rows = 8; rows < kTileTokens; rows *= 2)
     if (p.num_tokens <= rows) {
@@ -263,10 +277,10 @@ void launch_instance(const LinearParams& p, const GemmConfig& config, Stream str
   // The operand's rows behind few tokens are read too, also behind the last stage's tokens.
   const int behind = (kTileTokens - problem.stage_tokens) * sm90::kSwizzleRow;
   const int weight_ring = problem.stages * kBlocks * kN * sm90::kSwizzleRow;
-  const int smem =
-      sm90::kSwizzleAtom + problem.stages * stage_bytes + std::max(0, behind - weight_ring);
-  MINIVLLM_LAUNCH(gemm_kernel<T, kWarpgroups, kN, kBlocks>, dim3(grid),
-                  dim3(kWarpgroups * sm90::kWarpgroupSize + kWarpSize), smem, stream, problem);
+  const int smem = sm90::kSwizzleAtom + problem.stages * stage_bytes + staging_bytes +
+                   std::max(0, behind - weight_ring);
+  MINIVLLM_LAUNCH(gemm_kernel<T, kWarpgroups, kN, kBlocks>, dim3(grid), dim3(kThreads<kTokens, kN>),
+                  smem, stream, problem);
 }
 
 template <typename T, int kWarpgroups, int kN, int kBlocks>
@@ -287,13 +301,14 @@ void launch_gemm(const LinearParams& p, const GemmConfig& config, Stream stream)
         ((instances.matches(config) && (instances.launch(p, config, stream), true)) || ...);
     if (!found) throw std::invalid_argument("no such instance of the matrix product");
   };
-  run(Instance<T, 1, 16, 1>{}, Instance<T, 1, 16, 4>{}, Instance<T, 1, 24, 1>{},
-      Instance<T, 1, 24, 4>{}, Instance<T, 1, 32, 1>{}, Instance<T, 1, 32, 4>{},
+  run(Instance<T, 1, 16, 1>{}, Instance<T, 1, 16, 4>{}, Instance<T, 1, 16, 8>{},
+      Instance<T, 1, 24, 1>{}, Instance<T, 1, 24, 4>{}, Instance<T, 1, 24, 8>{},
+      Instance<T, 1, 32, 1>{}, Instance<T, 1, 32, 4>{}, Instance<T, 1, 32, 8>{},
       Instance<T, 1, 48, 1>{}, Instance<T, 1, 48, 4>{}, Instance<T, 1, 64, 1>{},
-      Instance<T, 1, 64, 2>{}, Instance<T, 1, 96, 1>{}, Instance<T, 1, 128, 1>{},
-      Instance<T, 1, 192, 1>{}, Instance<T, 1, 256, 1>{}, Instance<T, 2, 32, 1>{},
-      Instance<T, 2, 48, 1>{}, Instance<T, 2, 64, 1>{}, Instance<T, 2, 96, 1>{},
-      Instance<T, 2, 128, 1>{}, Instance<T, 2, 192, 1>{}, Instance<T, 2, 256, 1>{});
+      Instance<T, 1, 64, 2>{}, Instance<T, 1, 64, 4>{}, Instance<T, 1, 96, 1>{},
+      Instance<T, 1, 128, 1>{}, Instance<T, 2, 32, 1>{}, Instance<T, 2, 48, 1>{},
+      Instance<T, 2, 64, 1>{}, Instance<T, 2, 96, 1>{}, Instance<T, 2, 128, 1>{},
+      Instance<T, 2, 192, 1>{}, Instance<T, 2, 256, 1>{});
 }
 
 }  // namespace minivllm::cuda::gemm

@@ -81,9 +81,10 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_kernel(RmsNormParams p) 
 #pragma unroll
   for (int c = 0; c < kChunksPerThread; ++c) {
     if (adds) {
+      const auto kept = load_chunk<T, kAligned>(residual, start_of(c), size);
 #pragma unroll
       for (int i = 0; i < kChunk<T>; ++i) {
-        values[c].data[i] = from_float<T>(to_float(kept[c].data[i]) + to_float(values[c].data[i]));
+        values[c].data[i] = from_float<T>(to_float(kept.data[i]) + to_float(values[c].data[i]));
       }
       store_chunk<T, kAligned>(residual, start_of(c), size, values[c]);
     }

@@ -30,6 +30,17 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// Moves registers between the warpgroups of a CTA: all four warps of one call it, at the head of
+// their branch. A multiple of 8.
+template <int kRegisters>
+__device__ __forceinline__ void shrink_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void grow_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
 // ---- mbarriers, by shared address -----------------------------------------------------------
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
@@ -95,6 +106,16 @@ __device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(destination),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
+      : "memory");
+}
+
+// Brings the box to L2 only.
+__device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, int c0, int c1, int c2,
+                                             uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.3d.L2.global.tile.L2::cache_hint [%0, {%1, %2, %3}], %4;" ::
+          "l"(map),
+      "r"(c0), "r"(c1), "r"(c2), "l"(policy)
       : "memory");
 }
 

@@ -3,6 +3,7 @@ prefill, chunks, batches and block sizes. Run it; `--bench` adds benchmarks/kern
 """
 
 import argparse
+import itertools
 import math
 import sys
 import time
@@ -92,9 +93,7 @@ class Checks:
         wrong = (a.contiguous().view(width) != b.contiguous().view(width)).double().mean().item()
         self.expect(wrong == 0, f"{what}: {wrong:.1%} of the bits' words differ")
 
-    def decode(
-        self, pool: Pool, q: torch.Tensor, which: list[int], lens: list[int], pad: int = 0
-    ) -> torch.Tensor:
+    def decode(self, pool: Pool, q: torch.Tensor, which: list[int], lens: list[int], pad: int = 0) -> torch.Tensor:
         """q [len(which), heads, dim]; pad rows with slot -1 after them."""
         slots = torch.cat([pool.slots[which], torch.full((pad,), -1, dtype=torch.int32, device=DEVICE)])
         seq_lens = torch.tensor(lens + [HUGE] * pad, dtype=torch.int32, device=DEVICE)
@@ -107,9 +106,7 @@ class Checks:
             self.expect(bool(out[len(which) :].isnan().all()), "padding rows written")
         return out[: len(which)]
 
-    def prefill(
-        self, pool: Pool, q: list[torch.Tensor], which: list[int], lens: list[int]
-    ) -> list[torch.Tensor]:
+    def prefill(self, pool: Pool, q: list[torch.Tensor], which: list[int], lens: list[int]) -> list[torch.Tensor]:
         """q: new tokens of each sequence, which end at lens."""
         starts = [0]
         for x in q:
@@ -129,7 +126,7 @@ class Checks:
             max(lens),
             packed.shape[2] ** -0.5,
         )
-        return [out[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+        return [out[a:b] for a, b in itertools.pairwise(starts)]
 
 
 def check_shape(
@@ -165,10 +162,7 @@ def check_shape(
         some = c.decode(pool, q[i][rows], [i] * len(rows), [r + 1 for r in rows])
         c.same(some, full[i][rows], f"decode of all positions against prefill {name}")
     for chunk in (64, 100, 512):
-        parts = [
-            c.prefill(pool, [q[i][a : a + chunk]], [i], [min(a + chunk, 1000)])[0]
-            for a in range(0, 1000, chunk)
-        ]
+        parts = [c.prefill(pool, [q[i][a : a + chunk]], [i], [min(a + chunk, 1000)])[0] for a in range(0, 1000, chunk)]
         c.same(torch.cat(parts), full[i], f"chunks of {chunk} {name}")
     if long:
         i = len(lengths) - 1
@@ -239,9 +233,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bench", action="store_true")
     parser.add_argument("--quick", action="store_true", help="few shapes, for compute-sanitizer")
+    parser.add_argument("--library", help="what attention_kernels.build made, to save its time")
     options = parser.parse_args()
     began = time.time()
-    kernels = Kernels()
+    kernels = Kernels(options.library)
     print(f"built in {time.time() - began:.0f} s", flush=True)
     c = Checks(kernels)
     half = torch.bfloat16

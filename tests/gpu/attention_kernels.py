@@ -16,7 +16,13 @@ WRAPPER = """
 #include "kernels.h"
 using namespace minivllm;
 template <typename F> static int guarded(F f) {
-  try { f(); return 0; } catch (const std::exception& e) { std::fprintf(stderr, "%s\\n", e.what()); return 1; }
+  try {
+    f();
+    return 0;
+  } catch (const std::exception& e) {
+    std::fprintf(stderr, "%s\\n", e.what());
+    return 1;
+  }
 }
 extern "C" int decode(const AttentionParams* p, Stream s) {
   return guarded([&] { cuda::decode_attention(*p, s); });
@@ -55,31 +61,33 @@ class AttentionParams(ctypes.Structure):
     ]
 
 
+def build(folder: pathlib.Path, arch: str = "90a") -> pathlib.Path:
+    """Compile the launchers, all files at once; the path of the library."""
+    (folder / "wrapper.cpp").write_text(WRAPPER)
+    flags = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC", f"-I{ROOT / 'csrc'}"]
+    flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
+    paths = [folder / "wrapper.cpp", *(ROOT / "csrc/cuda" / s for s in SOURCES)]
+    builds = [
+        subprocess.Popen(["nvcc", *flags, "-c", str(path), "-o", str(folder / f"{path.stem}.o")]) for path in paths
+    ]
+    codes = [process.wait() for process in builds]
+    if any(codes):
+        raise RuntimeError("nvcc failed")
+    library = folder / "attention.so"
+    objects = [str(folder / f"{path.stem}.o") for path in paths]
+    subprocess.run(["nvcc", "-shared", "-o", str(library), *objects], check=True)
+    return library
+
+
 class Kernels:
     """decode_attention and prefill_attention with the extension's signatures."""
 
-    def __init__(self, arch: str = "90a") -> None:
-        folder = pathlib.Path(tempfile.mkdtemp())
-        (folder / "wrapper.cpp").write_text(WRAPPER)
-        flags = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC", f"-I{ROOT / 'csrc'}"]
-        flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
-        paths = [folder / "wrapper.cpp", *(ROOT / "csrc/cuda" / s for s in SOURCES)]
-        builds = [
-            subprocess.Popen(["nvcc", *flags, "-c", str(path), "-o", str(folder / f"{path.stem}.o")])
-            for path in paths
-        ]
-        if any(build.wait() for build in builds):
-            raise RuntimeError("nvcc failed")
-        library = folder / "attention.so"
-        objects = [str(folder / f"{path.stem}.o") for path in paths]
-        subprocess.run(["nvcc", "-shared", "-o", str(library), *objects], check=True)
-        self._library = ctypes.CDLL(str(library))
+    def __init__(self, library: str | None = None) -> None:
+        self._library = ctypes.CDLL(library or str(build(pathlib.Path(tempfile.mkdtemp()))))
         self._library.workspace_size.restype = ctypes.c_int64
         self._library.workspace_size.argtypes = [ctypes.c_int64] * 4
 
-    def attention_workspace_size(
-        self, max_seqs: int, max_seq_len: int, num_q_heads: int, head_dim: int
-    ) -> int:
+    def attention_workspace_size(self, max_seqs: int, max_seq_len: int, num_q_heads: int, head_dim: int) -> int:
         """Bytes of decode_attention's workspace."""
         return int(self._library.workspace_size(max_seqs, max_seq_len, num_q_heads, head_dim))
 

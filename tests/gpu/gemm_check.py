@@ -22,8 +22,8 @@ NONE, RESIDUAL, SILU_MUL = range(3)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # warpgroups, columns, k-blocks a stage: the instances of csrc/cuda/gemm_sm90.cuh
 INSTANCES = [
-    *[(1, n, b) for n in (16, 24, 32, 48) for b in (1, 4)],
-    *[(1, 64, 1), (1, 64, 2), (1, 96, 1), (1, 128, 1), (1, 192, 1), (1, 256, 1)],
+    *[(1, n, b) for n in (16, 24, 32) for b in (1, 4, 8)],
+    *[(1, 48, 1), (1, 48, 4), (1, 64, 1), (1, 64, 2), (1, 64, 4), (1, 96, 1), (1, 128, 1)],
     *[(2, n, 1) for n in (32, 48, 64, 96, 128, 192, 256)],
 ]
 WRAPPER = """
@@ -41,7 +41,7 @@ extern "C" int gemm(void* out, const void* x, const void* weight, const void* bi
     const Stream s = static_cast<Stream>(stream);
     if (!cuda::linear_supported(p)) return 2;
     if (config == nullptr) {{ cuda::linear(p, s); return 0; }}
-    const cuda::GemmConfig c = {{config[0], config[1], config[2], config[3], config[4]}};
+    const cuda::GemmConfig c = {{config[0], config[1], config[2], config[3], config[4], config[5]}};
     if (p.dtype == DType::kBFloat16) cuda::launch_gemm_bf16(p, c, s); else cuda::launch_gemm_fp16(p, c, s);
     return 0;
   }} catch (const std::exception& e) {{ fprintf(stderr, "%s\\n", e.what()); return 1; }}
@@ -50,8 +50,9 @@ extern "C" void chosen(int64_t num_tokens, int64_t n, int64_t k, int* config) {{
   LinearParams p = {{}};
   p.num_tokens = num_tokens; p.n = n; p.k = k; p.dtype = p.out_dtype = DType::kBFloat16;
   const cuda::GemmConfig c = cuda::choose_gemm_config(p, 132);
-  const int values[5] = {{c.warpgroups, c.columns, c.stage_blocks, c.ring_bytes, c.ctas_per_sm}};
-  for (int i = 0; i < 5; ++i) config[i] = values[i];
+  const int values[6] = {{c.warpgroups,  c.columns,        c.stage_blocks,
+                         c.ring_bytes, c.prefetch_bytes, c.ctas_per_sm}};
+  for (int i = 0; i < 6; ++i) config[i] = values[i];
 }}
 """
 
@@ -93,7 +94,7 @@ class Gemm:
 
     def __call__(self, out, x, weight, bias=None, epilogue=NONE, config=None) -> None:
         n, k = weight.shape
-        values = None if config is None else (ctypes.c_int * 5)(*config)
+        values = None if config is None else (ctypes.c_int * 6)(*config)
         status = self.library.gemm(
             out.data_ptr(),
             x.data_ptr(),
@@ -114,7 +115,7 @@ class Gemm:
             raise RuntimeError(f"gemm failed with {status}: {tuple(x.shape)} {tuple(weight.shape)} {config}")
 
     def chosen(self, m: int, n: int, k: int) -> tuple[int, ...]:
-        values = (ctypes.c_int * 5)()
+        values = (ctypes.c_int * 6)()
         self.library.chosen(m, n, k, values)
         return tuple(values)
 
@@ -159,9 +160,9 @@ def check_shape(gemm: Gemm, n: int, k: int, dtype: torch.dtype, tokens: list[int
         configs: list[tuple[int, ...] | None] = [None]
         if instances:
             configs += [
-                (*i, ring * 1024, per_sm)
+                (*i, ring * 1024, prefetch * 1024, per_sm)
                 for i in INSTANCES
-                for ring, per_sm in ((200, 1), (90, 2))
+                for ring, prefetch, per_sm in ((192, 0, 1), (90, 50, 2))
                 if (k // 64) % i[2] == 0 and (i[0] == 1 or m > 64)
             ]
         for config in configs:
@@ -179,6 +180,8 @@ def check_shape(gemm: Gemm, n: int, k: int, dtype: torch.dtype, tokens: list[int
             assert (buffer[:, n:] == buffer[0, 0]).all() and (buffer[-1] == buffer[0, 0]).all(), where
             gate, up = y[:, 0::2].double(), y[:, 1::2].double()
             expected = gate / (1 + torch.exp(-gate)) * up
+            if config is not None and config[:2] == (2, 192):
+                continue  # no SiLU there
             out = run(gemm, x, weight, dtype, columns=n // 2, epilogue=SILU_MUL, config=config)
             rounding = torch.finfo(dtype).eps
             assert ((out.double() - expected).abs() <= rounding * expected.abs() + 1e-6).all(), (

@@ -109,7 +109,10 @@ def test_float32_greedy_equals_transformers(model_dir: Path) -> None:
         answers = engine.generate(prompts, SamplingParams(max_tokens=48, ignore_eos=True))
     model = reference_model(model_dir, torch.float32)
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert teacher_logits(model, prompt + answer.token_ids)[len(prompt) - 1 : -1].argmax(-1).tolist() == answer.token_ids
+        assert (
+            teacher_logits(model, prompt + answer.token_ids)[len(prompt) - 1 : -1].argmax(-1).tolist()
+            == answer.token_ids
+        )
 
 
 def requests(count: int, seed: int, longest: int = 700) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -244,7 +247,10 @@ def test_closing_gives_the_memory_back(model_dir: Path) -> None:
 
 def test_two_engines_side_by_side(model_dir: Path) -> None:
     prompts, params = requests(12, seed=9, longest=100)
-    with engine_of(model_dir, num_slots=8, num_blocks=128) as one, engine_of(model_dir, num_slots=4, num_blocks=128) as two:
+    with (
+        engine_of(model_dir, num_slots=8, num_blocks=128) as one,
+        engine_of(model_dir, num_slots=4, num_blocks=128) as two,
+    ):
         handles = [(one.submit(p, q), two.submit(p, q)) for p, q in zip(prompts, params, strict=True)]
         for a, b in handles:
             assert essence([a.result()]) == essence([b.result()])

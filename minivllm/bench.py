@@ -1,0 +1,294 @@
+"""Workloads that measure an engine, and the least time that their bytes and operations take.
+
+Prompts are random token ids from a fixed seed, the end token is ignored, tokens are the likeliest ones, and the time is
+that of one call to ``generate`` for all requests together, after a warm-up run. ``tok_s`` counts new tokens, or prompt
+tokens where a request asks for one new token alone.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from minivllm.config import ModelConfig, resolve_dtype
+from minivllm.request import SamplingParams
+
+if TYPE_CHECKING:
+    from minivllm.engine import BatchEngine
+
+NUM_SLOTS = 256
+SEED = 20
+
+
+@dataclass(frozen=True)
+class Request:
+    """Be one request: its prompt, and how many tokens to generate."""
+
+    prompt: list[int]
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hold what a device does at most: bytes read a second, multiply-adds (as two operations) a second."""
+
+    name: str
+    bytes_per_s: float
+    flops: float
+
+
+# Measured. The CPU's multiply-adds are left out: its workloads are bound by the weights it reads.
+H200 = Machine("NVIDIA H200", 4.6e12, 800e12)
+CPU = Machine("2 CPU cores", 30e9, float("inf"))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Be a named set of requests; lengths are drawn uniformly from the ranges, both ends included."""
+
+    name: str
+    count: int
+    prompt_tokens: tuple[int, int]
+    new_tokens: tuple[int, int]
+    device: str = "cuda"
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it is about prompts alone."""
+        return self.new_tokens == (1, 1)
+
+    def requests(self, vocab_size: int) -> list[Request]:
+        """Draw the requests; the same ones each time."""
+        draw = random.Random(f"{SEED} {self.name}")
+        lengths = [(draw.randint(*self.prompt_tokens), draw.randint(*self.new_tokens)) for _ in range(self.count)]
+        return [Request([draw.randrange(vocab_size) for _ in range(n)], new) for n, new in lengths]
+
+
+WORKLOADS = {
+    w.name: w
+    for w in (
+        Workload("latency_b1", 1, (128, 128), (512, 512)),
+        Workload("decode_b8", 8, (128, 128), (512, 512)),
+        Workload("decode_b32", 32, (128, 128), (512, 512)),
+        Workload("decode_b128", 128, (128, 128), (512, 512)),
+        Workload("decode_b256", 256, (128, 128), (512, 512)),
+        Workload("mixed_256", 256, (100, 1024), (100, 1024)),
+        Workload("prefill_8k", 1, (8192, 8192), (1, 1)),
+        Workload("prefill_32x1k", 32, (1024, 1024), (1, 1)),
+        Workload("cpu_b1", 1, (16, 16), (128, 128), "cpu"),
+        Workload("cpu_b8", 8, (16, 16), (128, 128), "cpu"),
+    )
+}
+START = "start"  # the time to an engine that is ready; it has no requests
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Hold what a model's tokens cost on a machine."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    machine: Machine
+
+    @property
+    def _layers(self) -> int:
+        """Weights of the layers, the embedding and the head left out."""
+        c = self.config
+        return c.num_parameters - c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
+
+    def decode_step(self, contexts: Sequence[int]) -> float:
+        """Return the least seconds of a step for rows of these contexts: weights read once, each row's KV once."""
+        c = self.config
+        weights = self._layers + c.vocab_size * c.hidden_size  # the embedding is only looked up
+        read = weights * self.dtype.itemsize / self.machine.bytes_per_s
+        computed = 2 * weights * len(contexts) / self.machine.flops
+        kv = sum(contexts) * c.kv_bytes_per_token(self.dtype) / self.machine.bytes_per_s
+        return max(read, computed) + kv
+
+    def prefill(self, tokens: int) -> float:
+        """Return the least seconds for a prompt: products, and causal attention (half of the square)."""
+        c = self.config
+        attention = 2 * tokens**2 * c.num_q_heads * c.head_dim * c.num_layers
+        return (2 * self._layers * tokens + attention) / self.machine.flops
+
+    def floor(self, requests: Sequence[Request]) -> float:
+        """Return the least seconds for requests that all start at once."""
+        total = sum(self.prefill(len(r.prompt)) for r in requests)  # which gives each its first token
+        for step in range(1, max(r.new_tokens for r in requests)):
+            total += self.decode_step([len(r.prompt) + step for r in requests if r.new_tokens > step])
+        return total
+
+
+def card_name() -> str:
+    """Return the name of the device that is measured."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    import os
+
+    return f"CPU, {os.cpu_count()} cores"
+
+
+def commit_name() -> str:
+    """Return the commit of the source, where it lies in a checkout."""
+    try:
+        out = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return out.stdout.strip()
+
+
+def choose(names: Iterable[str] | None, device: str) -> list[str]:
+    """Return the workloads to run, in order; ValueError names an unknown one."""
+    known = [*WORKLOADS, START]
+    if names is None:
+        return [n for n in known if n == START or WORKLOADS[n].device == device]
+    chosen = list(names)
+    for name in chosen:
+        if name not in known:
+            raise ValueError(f"there is no workload {name!r}; there are {', '.join(known)}")
+    return chosen
+
+
+def measure(run: Callable[[list[Request]], object], requests: list[Request], runs: int) -> list[float]:
+    """Return the seconds of each run, after one that does not count."""
+    run(requests)
+    seconds = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        run(requests)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def summary(seconds: list[float], workload: Workload, requests: list[Request], floor: float | None) -> dict[str, Any]:
+    """Return a workload's figures."""
+    median = statistics.median(seconds)
+    tokens = sum(len(r.prompt) if workload.is_prefill else r.new_tokens for r in requests)
+    return {
+        "s": round(median, 5),
+        "runs": [round(s, 5) for s in seconds],
+        "tok_s": round(tokens / median, 1),
+        "floor_share": None if floor is None else round(floor / median, 3),
+    }
+
+
+def minivllm_runner(engine: BatchEngine) -> Callable[[list[Request]], object]:
+    """Return what runs requests on this engine; every token that was asked for must come."""
+
+    def run(requests: list[Request]) -> None:
+        params = [SamplingParams(max_tokens=r.new_tokens, ignore_eos=True) for r in requests]
+        answers = engine.generate([r.prompt for r in requests], params)
+        for answer, request in zip(answers, requests, strict=True):
+            if len(answer.token_ids) != request.new_tokens:
+                raise RuntimeError(f"{len(answer.token_ids)} tokens came, {request.new_tokens} were asked for")
+
+    return run
+
+
+_START = """
+import sys, time
+begin = time.perf_counter()
+from minivllm import BatchEngine
+BatchEngine  # imports torch
+imported = time.perf_counter()
+engine = BatchEngine(sys.argv[1], device=sys.argv[2], num_slots=int(sys.argv[3]), prefix_caching=False)
+ready = time.perf_counter()
+print(imported - begin, ready - imported)
+"""
+
+
+def measure_start(model: str, device: str, num_slots: int, runs: int) -> dict[str, Any]:
+    """Time fresh processes: the import, then an engine that is ready for its first prompt."""
+    found = []
+    for _ in range(runs):
+        command = [sys.executable, "-c", _START, model, device, str(num_slots)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"the engine did not start: {done.stderr.strip()[-300:]}")
+        imported, ready = (float(x) for x in done.stdout.split())
+        found.append((imported + ready, imported, ready))
+    found.sort()
+    total, imported, ready = found[len(found) // 2]
+    return {
+        "s": round(total, 3),
+        "runs": [round(f[0], 3) for f in found],
+        "import_s": round(imported, 3),
+        "engine_s": round(ready, 3),
+    }
+
+
+def header(engine: str, model: str, commit: str | None) -> dict[str, Any]:
+    """Return what a file of figures begins with."""
+    return {
+        "card": card_name(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "commit": commit or commit_name(),
+        "torch": torch.__version__,
+        "engine": engine,
+        "model": model,
+        "workloads": {},
+    }
+
+
+def run_minivllm(
+    path: str, names: Sequence[str], runs: int, device: str, told: Callable[[str, dict[str, Any]], None]
+) -> dict[str, dict[str, Any]]:
+    """Run workloads on this engine; ``told`` hears of each as it ends."""
+    from minivllm.engine import BatchEngine
+
+    figures: dict[str, dict[str, Any]] = {}
+    slots = NUM_SLOTS if device == "cuda" else 8
+    if START in names:
+        figures[START] = measure_start(path, device, slots, runs)
+        told(START, figures[START])
+    chosen = [name for name in names if name != START]
+    if not chosen:
+        return figures
+    # Equal prompts in every run: what an earlier one left in the cache must not help.
+    with BatchEngine(path, device=device, num_slots=slots, prefix_caching=False) as engine:
+        machine = H200 if device == "cuda" else CPU
+        costs = Costs(engine.config, engine.dtype, machine)
+        known = device == "cpu" or "H200" in card_name()
+        for name in chosen:
+            workload = WORKLOADS[name]
+            requests = workload.requests(engine.config.vocab_size)
+            seconds = measure(minivllm_runner(engine), requests, runs)
+            figures[name] = summary(seconds, workload, requests, costs.floor(requests) if known else None)
+            told(name, figures[name])
+        engine.check_integrity()
+    return figures
+
+
+def floor_of(path: str, name: str, device: str) -> float:
+    """Return a workload's least seconds for the model at ``path``."""
+    config = ModelConfig.from_dir(path)
+    costs = Costs(config, resolve_dtype(config, "auto", torch.device(device)), H200 if device == "cuda" else CPU)
+    return costs.floor(WORKLOADS[name].requests(config.vocab_size))
+
+
+def line(name: str, figure: dict[str, Any]) -> str:
+    """Return a row of the table."""
+    spread = f"{min(figure['runs']):.4g} … {max(figure['runs']):.4g}"
+    if name == START:
+        return f"{name:<14} {figure['s']:>9.3f} s  import {figure['import_s']} s, engine {figure['engine_s']} s"
+    share = "" if figure["floor_share"] is None else f"{100 * figure['floor_share']:>6.0f} %"
+    return f"{name:<14} {figure['s']:>9.4f} s  {figure['tok_s']:>11,.1f} tok/s  {share:>8}  ({spread})"
+
+
+TABLE_HEAD = f"{'workload':<14} {'median':>11}  {'throughput':>17}  {'of floor':>8}  (runs)"

@@ -1,0 +1,1 @@
+"""The parts of the command line that need more than a few lines."""

@@ -1,0 +1,46 @@
+"""``minivllm bench``: this engine's figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, and write down."""
+    if args.runs < 1:
+        raise ValueError(f"--runs must be at least 1, not {args.runs}")
+    from minivllm import bench
+    from minivllm.intake import choose_device
+    from minivllm.random_model import model_path
+
+    device = choose_device(args.device).type
+    names = bench.choose(args.workloads, device)
+    path = model_path(args.model)
+    if not args.json:
+        print(bench.TABLE_HEAD, flush=True)
+
+    def told(name: str, figure: dict[str, Any]) -> None:
+        if not args.json:
+            print(bench.line(name, figure), flush=True)
+
+    figures = bench.run_minivllm(path, names, args.runs, device, told)
+    result = bench.header("minivllm", args.model, args.commit)
+    result["workloads"] = figures
+    if args.json:
+        print(json.dumps(result, indent=2))
+    if args.output is not None:
+        write(Path(args.output), result)
+    return 0
+
+
+def write(file: Path, result: dict[str, Any]) -> None:
+    """Write figures; those of other workloads that the file holds stay, with the date and commit they have."""
+    if file.is_file():
+        old = json.loads(file.read_text(encoding="utf-8"))
+        if all(old.get(key) == result[key] for key in ("card", "commit", "torch", "engine", "model")):
+            result["workloads"] = {**old["workloads"], **result["workloads"]}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
