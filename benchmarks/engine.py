@@ -88,7 +88,7 @@ def main() -> None:
     args = parser.parse_args()
     path = model_path(args.model)
     names = bench.choose(args.workloads, args.device)
-    result = bench.header(args.engine, args.model, args.commit)
+    result = bench.header(args.engine, args.model, args.device, args.commit)
     print(f"{args.engine} on {result['card']}, torch {result['torch']}\n{bench.TABLE_HEAD}", flush=True)
 
     def told(name: str, figure: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 from minivllm import intake
@@ -60,6 +61,10 @@ def _reach(loop: asyncio.AbstractEventLoop, items: list[tuple[_Watch, list[Delta
     return True
 
 
+def _same_sample(a: Delta, b: Delta) -> bool:
+    return (a.index, a.sample) == (b.index, b.sample)
+
+
 class AsyncHandle(AsyncIterator[Delta]):
     """Be one call on its way: an async iterator of deltas, and the answers once they have ended.
 
@@ -75,7 +80,18 @@ class AsyncHandle(AsyncIterator[Delta]):
             if watch.done:
                 raise StopAsyncIteration
             await self._change()
-        return watch.inbox.popleft()
+        first = watch.inbox.popleft()
+        if not watch.inbox or not _same_sample(first, watch.inbox[0]):
+            return first
+        # A reader that is slower than the engine gets fewer, longer deltas, and catches up.
+        parts = [first]
+        while watch.inbox and _same_sample(first, watch.inbox[0]):
+            parts.append(watch.inbox.popleft())
+        return replace(
+            parts[-1],
+            text="".join(part.text for part in parts),
+            token_ids=[token for part in parts for token in part.token_ids],
+        )
 
     async def result(self) -> list[Generation]:
         """Wait for the end and return the answers in the prompts' order, those with an error included."""

@@ -7,6 +7,7 @@ tokens where a request asks for one new token alone.
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import subprocess
@@ -129,13 +130,16 @@ class Costs:
         return total
 
 
-def card_name() -> str:
+def card_name(device: str) -> str:
     """Return the name of the device that is measured."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    import os
+    return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {os.cpu_count()} cores"
 
-    return f"CPU, {os.cpu_count()} cores"
+
+def machine_of(device: str) -> Machine | None:
+    """Return what is known of the machine that is measured; None for another one, which then has no floor."""
+    if device == "cuda":
+        return H200 if "H200" in card_name(device) else None
+    return CPU if os.cpu_count() == 2 else None
 
 
 def commit_name() -> str:
@@ -233,15 +237,15 @@ def measure_start(model: str, device: str, num_slots: int, runs: int) -> dict[st
     }
 
 
-def header(engine: str, model: str, commit: str | None) -> dict[str, Any]:
+def header(engine: str, model: str, device: str, commit: str | None) -> dict[str, Any]:
     """Return what a file of figures begins with."""
     return {
-        "card": card_name(),
+        "card": card_name(device),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit or commit_name(),
         "torch": torch.__version__,
         "engine": engine,
-        "model": model,
+        "model": Path(model).name if Path(model).exists() else model,
         "workloads": {},
     }
 
@@ -262,23 +266,25 @@ def run_minivllm(
         return figures
     # Equal prompts in every run: what an earlier one left in the cache must not help.
     with BatchEngine(path, device=device, num_slots=slots, prefix_caching=False) as engine:
-        machine = H200 if device == "cuda" else CPU
-        costs = Costs(engine.config, engine.dtype, machine)
-        known = device == "cpu" or "H200" in card_name()
+        machine = machine_of(device)
+        costs = None if machine is None else Costs(engine.config, engine.dtype, machine)
         for name in chosen:
             workload = WORKLOADS[name]
             requests = workload.requests(engine.config.vocab_size)
             seconds = measure(minivllm_runner(engine), requests, runs)
-            figures[name] = summary(seconds, workload, requests, costs.floor(requests) if known else None)
+            figures[name] = summary(seconds, workload, requests, None if costs is None else costs.floor(requests))
             told(name, figures[name])
         engine.check_integrity()
     return figures
 
 
-def floor_of(path: str, name: str, device: str) -> float:
-    """Return a workload's least seconds for the model at ``path``."""
+def floor_of(path: str, name: str, device: str) -> float | None:
+    """Return a workload's least seconds for the model at ``path``, where the machine is known."""
+    machine = machine_of(device)
+    if machine is None:
+        return None
     config = ModelConfig.from_dir(path)
-    costs = Costs(config, resolve_dtype(config, "auto", torch.device(device)), H200 if device == "cuda" else CPU)
+    costs = Costs(config, resolve_dtype(config, "auto", torch.device(device)), machine)
     return costs.floor(WORKLOADS[name].requests(config.vocab_size))
 
 

@@ -29,7 +29,10 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     """Return the device to run on: CUDA where there is one that the kernels run on, unless told otherwise."""
     if device is None:
         device = "cuda" if _extension.has_cuda() else "cpu"
-    place = torch.device(device)
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device must be 'cpu' or 'cuda', not {str(device)!r}") from None
     if place.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be 'cpu' or 'cuda', not {str(device)!r}")
     _extension.load()

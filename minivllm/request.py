@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from minivllm import html
+
 if TYPE_CHECKING:
     import torch
 
@@ -306,3 +308,9 @@ class Generation:
     stats: GenerationStats = field(default_factory=GenerationStats)
     prompt: str | None = None
     request_id: int = -1
+
+    def __str__(self) -> str:
+        return html.generation_text(self)
+
+    def _repr_html_(self) -> str:
+        return html.generation_html(self)

@@ -56,8 +56,13 @@ def save(request: Request, path: Path, kv: Tensor | None) -> None:
     if kv is not None:
         tensors["kv"] = kv
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-    save_file(tensors, partial, metadata={"format": _FORMAT, "request": json.dumps(state)})
-    os.replace(partial, path)
+    try:
+        save_file(tensors, partial, metadata={"format": _FORMAT, "request": json.dumps(state)})
+        os.replace(partial, path)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def load(make: RequestMaker, path: Path, cache: Tensor) -> Request:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from minivllm import html
 from minivllm.lock import FairLock
 from minivllm.scheduler import Scheduler
 from minivllm.sequence import Request, Sequence
@@ -45,6 +46,19 @@ class QueueView:
 
 
 @dataclass(frozen=True)
+class BlockView:
+    """Show one block of the KV cache; ``owners`` holds (request, sample) of each row that has it.
+
+    A cached block belongs to nobody, and its KV is still good for a prompt that begins alike.
+    """
+
+    block: int
+    state: Literal["free", "owned", "cached"] = "free"
+    refs: int = 0
+    owners: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Count since the engine was made; tokens and steps."""
 
@@ -63,6 +77,90 @@ class EngineStats:
     blocks_total: int = 0
     blocks_free: int = 0
     blocks_cached: int = 0
+
+    def __str__(self) -> str:
+        return html.stats_text(self)
+
+    def _repr_html_(self) -> str:
+        return html.stats_html(self)
+
+
+class SlotList(list[SlotView]):
+    """A list that prints, and shows in a notebook, as a table."""
+
+    def __str__(self) -> str:
+        return html.slots_text(self)
+
+    def _repr_html_(self) -> str:
+        return html.slots_html(self)
+
+
+class QueueList(list[QueueView]):
+    """A list that prints, and shows in a notebook, as a table."""
+
+    def __str__(self) -> str:
+        return html.queue_text(self)
+
+    def _repr_html_(self) -> str:
+        return html.queue_html(self)
+
+
+class BlockList(list[BlockView]):
+    """A list that prints, and shows in a notebook, as a map of the pool."""
+
+    def __str__(self) -> str:
+        return html.blocks_text(self)
+
+    def _repr_html_(self) -> str:
+        return html.blocks_html(self)
+
+
+class BlockTable(np.ndarray[Any, np.dtype[np.int32]]):
+    """An int32 array that prints its used rows; what is computed or cut from it is a plain array."""
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: Any, *inputs: Any, **kwargs: Any) -> Any:
+        if "out" in kwargs:
+            kwargs["out"] = tuple(_plain(x) for x in kwargs["out"])
+        return getattr(ufunc, method)(*(_plain(x) for x in inputs), **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return _plain(self)[key]
+
+    def __str__(self) -> str:
+        return html.table_text(self.tolist()) if self.ndim == 2 else str(_plain(self))
+
+    def _repr_html_(self) -> str | None:
+        return html.table_html(self.tolist()) if self.ndim == 2 else None
+
+
+def _plain(x: Any) -> Any:
+    return x.view(np.ndarray) if isinstance(x, BlockTable) else x
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Hold what there is to see at one moment, taken in one hold of the engine's lock."""
+
+    slots: SlotList
+    queue: QueueList
+    refs: list[int]  # owners of each block
+    cached: list[int]  # blocks that nobody owns, kept for a prefix
+    stats: EngineStats
+
+    def blocks(self) -> BlockList:
+        """Return a view of every block."""
+        owners: dict[int, list[tuple[int, int]]] = {}
+        for view in self.slots:
+            if view.request_id is not None:
+                for block in view.blocks:
+                    owners.setdefault(block, []).append((view.request_id, view.sample))
+        cached = set(self.cached)
+        return BlockList(
+            BlockView(i, "owned", refs, tuple(owners.get(i, ())))
+            if refs
+            else BlockView(i, "cached" if i in cached else "free")
+            for i, refs in enumerate(self.refs)
+        )
 
 
 def view_queued(sequence: Sequence) -> QueueView:
@@ -90,7 +188,7 @@ def view_slot(scheduler: Scheduler, slot: int) -> SlotView:
         len(sequence.tokens),
         scheduler.written(sequence),
         sequence.request.limit,
-        tuple(scheduler.row(slot)),
+        tuple(scheduler.table[slot, : scheduler.num_blocks[slot]].tolist()),
         sequence.cached_tokens,
     )
 
@@ -102,19 +200,25 @@ class Views:
     _inbox: deque[list[Request]]
     _counts: Counter[str]
     _lock: FairLock
+    _closed: bool
 
     @property
-    def slots(self) -> list[SlotView]:
+    def slots(self) -> SlotList:
         """One view a slot, in order."""
         with self._lock:
-            return [view_slot(self._scheduler, i) for i in range(self._scheduler.num_slots)]
+            return SlotList(view_slot(self._scheduler, i) for i in range(self._scheduler.num_slots))
 
     @property
-    def queue(self) -> list[QueueView]:
+    def queue(self) -> QueueList:
         """The sequences that wait, front first."""
         with self._lock:
             waiting = [s for requests in list(self._inbox) for r in requests for s in r.sequences]
-            return [view_queued(s) for s in (*self._scheduler.queue, *waiting)]
+            return QueueList(view_queued(s) for s in (*self._scheduler.queue, *waiting))
+
+    @property
+    def blocks(self) -> BlockList:
+        """One view a block: who owns it, or whether it is cached or free."""
+        return self.snapshot().blocks()
 
     @property
     def free_blocks(self) -> list[int]:
@@ -124,10 +228,10 @@ class Views:
             return [*pool.free, *pool.cached]
 
     @property
-    def block_table(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def block_table(self) -> BlockTable:
         """A copy of the block table, ``int32[num_slots, max_blocks]``, -1 where there is no block."""
         with self._lock:
-            table: np.ndarray[Any, np.dtype[np.int32]] = self._scheduler.table.copy()
+            table: BlockTable = self._scheduler.table.copy().view(BlockTable)
             return table
 
     @property
@@ -147,3 +251,23 @@ class Views:
             blocks_free=len(scheduler.pool.free),
             blocks_cached=len(scheduler.pool.cached),
         )
+
+    def snapshot(self) -> Snapshot:
+        """Return slots, queue, blocks and counters of one moment; waits for a running step and delays the next little.
+
+        Examples
+        --------
+        >>> snapshot = engine.snapshot()
+        >>> len(snapshot.slots), len(snapshot.blocks()) == snapshot.stats.blocks_total
+        (2, True)
+        """
+        with self._lock:
+            pool = self._scheduler.pool
+            return Snapshot(self.slots, self.queue, list(pool.refs), list(pool.cached), self.stats)
+
+    def _repr_html_(self) -> str:
+        if self._closed:
+            return html.title_html(repr(self))
+        now = self.snapshot()
+        title, blocks = html.title_html(repr(self)), now.blocks()
+        return title + html.slots_html(now.slots) + html.blocks_html(blocks) + html.queue_html(now.queue)

@@ -437,10 +437,10 @@ def test_check_integrity_sees_every_kind_of_harm(harm):
 
 def test_close_ends_everything(path, device):
     engine = tiny_engine(path, device)
-    handles = [engine.submit(p, greedy(30)) for p in P]
-    engine.step()
-    stream = engine.stream(P[0])
+    handles = [engine.submit(p, greedy(30)) for p in P[:2]]
+    stream = engine.stream(P[2], greedy(30))
     next(stream)
+    handles += [engine.submit(p, greedy(30)) for p in P[2:]]
     engine.close()
     engine.close()
     assert [h.result().finish_reason for h in handles] == ["cancelled"] * 4

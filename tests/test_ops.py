@@ -7,52 +7,31 @@ engine promises is bitwise: a row's result does not depend on the rows beside it
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import reference
 import torch
+from tensors import NO_BLOCK, Pool, angles, apart, assert_near, in_double, ints, rand
 from torch import Tensor
 
 from minivllm import ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEADS = [(24, 8), (14, 2), (28, 4), (40, 8), (9, 3), (8, 8), (8, 1)]
-NO_BLOCK = 2**31 - 1  # what a careless kernel would follow far outside the cache
+# Every grouping of heads in one dtype, and the other dtypes in one grouping.
+MODELS = [(torch.bfloat16, heads) for heads in HEADS] + [(torch.float32, (9, 3)), (torch.float16, (9, 3))]
+models = pytest.mark.parametrize(("dtype", "heads"), MODELS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
-
-
-def rand(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Draw on the CPU, so that both devices see the same numbers."""
-    return torch.randn(*shape).to(device, dtype)
-
-
-def apart(x: Tensor) -> Tensor:
-    """Return x with NaN between its rows."""
-    wide = torch.full((x.shape[0], x.shape[1] + 24), math.nan, dtype=x.dtype, device=x.device)
-    wide[:, 8 : 8 + x.shape[1]] = x
-    return wide[:, 8 : 8 + x.shape[1]]
-
-
-def ints(values: list[int] | range, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def assert_near(found: Tensor, truth: Tensor, plain: Tensor) -> None:
-    """Allow twice the error of plain torch in found's dtype, and what a chain of float32 sums may lose."""
-    assert found.shape == truth.shape
-    error = (found.double() - truth).abs().max().item()
-    allowed = 2 * (plain.double() - truth).abs().max().item() + 2e-6 * truth.abs().max().item()
-    assert error <= allowed, f"error {error:g}, allowed {allowed:g}"
-
-
-def in_double(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if t is None else t.double() for t in tensors]
 
 
 @dtypes
@@ -142,40 +121,9 @@ def test_linear_keeps_a_nan_in_its_row(device):
     assert torch.equal(found[[0, 3, 5, 8]], clean[[0, 3, 5, 8]])
 
 
-class Pool:
-    """A cache full of NaN and a strided table whose unused entries lead far outside it."""
-
-    def __init__(self, device, dtype, seq_lens, num_kv_heads, head_dim, block_size):
-        num_blocks = [-(-n // block_size) for n in seq_lens]
-        shape = (sum(num_blocks) + 3, 2, num_kv_heads, block_size, head_dim)
-        self.cache = torch.full(shape, math.nan, dtype=dtype, device=device)
-        table = torch.full((len(seq_lens), 16 + max(num_blocks) + 2), NO_BLOCK, dtype=torch.int32)
-        order = torch.randperm(shape[0]).int().split([*num_blocks, 3])
-        for slot, blocks in enumerate(order[:-1]):
-            table[slot, 16 : 16 + len(blocks)] = blocks
-        self.table = table.to(device)[:, 16:]
-
-    def fill(self, slot: int, seq_len: int) -> tuple[Tensor, Tensor]:
-        """Write random keys and values of a slot's first positions."""
-        heads, head_dim = self.cache.shape[2], self.cache.shape[4]
-        k, v = (
-            rand(seq_len, heads, head_dim, dtype=self.cache.dtype, device=self.cache.device) for _ in "kv"
-        )
-        reference.write_kv(self.cache, self.table, slot, 0, k, v)
-        return k, v
-
-
-def angles(head_dim: int, max_position: int, device: torch.device) -> Tensor:
-    """Return ``float32[max_position, head_dim]``: cosines, then sines."""
-    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    at = torch.arange(max_position, dtype=torch.float64)[:, None] * frequencies
-    return torch.cat([at.cos(), at.sin()], dim=-1).float().to(device)
-
-
-@dtypes
+@models
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-@pytest.mark.parametrize("heads", HEADS)
 def test_rope_kv(device, dtype, normed, head_dim, heads):
     (num_q_heads, num_kv_heads), eps = heads, 1e-6
     pool = Pool(device, dtype, [40, 7], num_kv_heads, head_dim, 8)
@@ -222,17 +170,15 @@ def decode(pool: Pool, q: Tensor, slots, seq_lens, scale: float) -> Tensor:
     )
 
 
-@dtypes
+@models
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-@pytest.mark.parametrize("heads", HEADS)
 def test_attention(device, dtype, head_dim, heads):
     check_attention(device, dtype, heads, head_dim, 16)
 
 
 @dtypes
-@pytest.mark.parametrize("block_size", [1, 5, 16, 256])
-@pytest.mark.parametrize("head_dim", [8, 16, 32, 40, 256])
-def test_attention_of_odd_sizes(dtype, head_dim, block_size):
+@pytest.mark.parametrize(("head_dim", "block_size"), [(8, 5), (16, 1), (32, 16), (40, 256), (256, 5)])
+def test_attention_of_odd_sizes_on_the_cpu(dtype, head_dim, block_size):
     check_attention(torch.device("cpu"), dtype, (4, 2), head_dim, block_size)
 
 
@@ -289,6 +235,35 @@ def test_scores_of_any_size_give_finite_weights(device):
     q = rand(1, 1, 64, dtype=torch.float32, device=device) * 1e4
     found = decode(pool, q, [0], [100], 1.0)
     torch.testing.assert_close(found, reference.attention(q, k, v, 1.0))
+
+
+def every_op(dtype: torch.dtype) -> list[Tensor]:
+    """Return one result of each kernel that is compiled for several instruction sets."""
+    torch.manual_seed(1)
+    cpu = torch.device("cpu")
+    pool = Pool(cpu, dtype, [150], 2, 40, 16)
+    pool.fill(0, 150)
+    x, weight = rand(9, 150, dtype=dtype, device=cpu), rand(70, 150, dtype=dtype, device=cpu) / 12
+    qkv = rand(1, 8 * 40, dtype=dtype, device=cpu)
+    at = (ints([149], cpu), ints([0], cpu))
+    q = ops.rope_kv(qkv, angles(40, 150, cpu), *at, pool.table, pool.cache, 4)
+    attended = decode(pool, q, [0], [150], 0.2)
+    gated = ops.Linear(weight, gate_up=True)(x)
+    return [ops.Linear(weight)(x), gated, ops.rms_norm(x, x[0], 1e-5), ops.silu_mul(x), q, attended]
+
+
+@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512"])
+def test_each_instruction_set_gives_the_same_within_rounding(isa, tmp_path):
+    code = (
+        "import sys, torch, test_ops; torch.save([test_ops.every_op(dtype) for dtype in test_ops.DTYPES], sys.argv[1])"
+    )
+    path = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    environment = os.environ | {"MINIVLLM_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join(path)}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "found")], env=environment, check=True)
+    for dtype, results in zip(DTYPES, torch.load(tmp_path / "found"), strict=True):
+        tolerance = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+        for found, here in zip(results, every_op(dtype), strict=True):
+            torch.testing.assert_close(found, here, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.gpu

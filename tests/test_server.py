@@ -60,7 +60,8 @@ def server(model, *, num_slots=4, **options):
         thread.start()
         try:
             yield Served(listener.getsockname()[1], engine)
-            engine.engine.check_integrity()
+            if engine.alive:
+                engine.engine.check_integrity()
         finally:
             running.should_exit = True
             thread.join()
@@ -318,9 +319,15 @@ def test_bad_chats_are_400(served, extra, param):
 def test_nan_broken_json_and_other_kinds_of_body(served):
     url = f"{served.base}/v1/completions"
     kind = {"Content-Type": "application/json"}
-    for content in (b'{"prompt": "a", "temperature": NaN}', b'{"prompt": ', b"\xff\xfe", b""):
+    deep, huge = b'{"prompt": ' + b"[" * 100_000, b'{"prompt": "a", "seed": ' + b"9" * 9999 + b"}"
+    for content in (b'{"prompt": "a", "temperature": NaN}', b'{"prompt": ', b"\xff\xfe", b"", deep, huge):
         answer = httpx.post(url, content=content, headers=kind)
         assert answer.status_code == 400 and answer.json()["error"]["message"]
+    # Half of a surrogate pair, which UTF-8 cannot hold, in the prompt and in what an error repeats.
+    half = {"prompt": "a\ud800", "echo": True, "max_tokens": 1}
+    assert httpx.post(url, content=json.dumps(half), headers=kind).json()["choices"][0]["text"][:2] == "a\ud800"
+    half["model"] = "\ud800"
+    assert httpx.post(url, content=json.dumps(half), headers=kind).status_code == 404
     # As a page of another origin could send without asking first.
     text = httpx.post(url, content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"})
     assert text.status_code == 400

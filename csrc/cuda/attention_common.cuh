@@ -210,14 +210,20 @@ __device__ __forceinline__ void load_queries(uint32_t (&a)[kHeadDim / kMmaDepth]
 
 // ---- keys and values in shared memory -----------------------------------------------------------
 
-// Where 16-byte piece `piece` of row `row` lies in a tile of rows without gaps: pieces are permuted
-// so that eight rows' pieces of one index fall in different banks.
+// Where 16-byte piece `piece` of row `row` lies in a tile of keys or values: in panels of 64
+// columns where head_dim is a multiple of that, as TMA writes them with its 128-byte swizzle, else
+// in rows without gaps. Pieces are permuted so that eight rows' pieces of one index fall in
+// different banks.
 template <int kHeadDim>
 __device__ __forceinline__ uint32_t tile_offset(int row, int piece) {
   constexpr int kPieces = kHeadDim / 8;
-  constexpr int kMask = kPieces % 8 == 0 ? 7 : kPieces % 4 == 0 ? 3 : 1;
-  constexpr int kShift = kPieces % 8 == 0 ? 0 : kPieces % 4 == 0 ? 1 : 2;
-  return (row * kPieces + (piece ^ ((row >> kShift) & kMask))) * 16;
+  if constexpr (kPieces % 8 == 0) {
+    return ((piece / 8 * kTileTokens + row) * 8 + ((piece % 8) ^ (row % 8))) * 16;
+  } else {
+    constexpr int kMask = kPieces % 4 == 0 ? 3 : 1;
+    constexpr int kShift = kPieces % 4 == 0 ? 1 : 2;
+    return (row * kPieces + (piece ^ ((row >> kShift) & kMask))) * 16;
+  }
 }
 
 // 16 bytes from global to shared memory, or zeros; source must be a valid address either way.

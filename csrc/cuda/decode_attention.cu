@@ -18,152 +18,39 @@
 
 #include "attention_common.cuh"
 #include "attention_host.cuh"
+#include "decode_sm90.cuh"
+#include "decode_split.cuh"
 
 namespace minivllm::cuda {
 namespace {
 
 using namespace attention;
 
-constexpr int kWarps = kTilesPerSplit;
-constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kMaxSeqs = 1024;    // rows of one launch
-constexpr int kMaxBlocks = 4096;  // one counter each at the workspace's start
-constexpr int64_t kCounterBytes = kMaxBlocks * sizeof(int32_t);
+constexpr int kThreads = kDecodeWarps * kWarpSize;
 constexpr int64_t kMaxPartialBytes = int64_t{32} << 20;
 constexpr int kSmemPerSm = 227 * 1024;
 constexpr int kSmemReserved = 1024;  // of each block, by the hardware
 
-// Shared memory, in order: ring, probabilities, maxima, sums, scratch, tile counts.
+// Shared memory, in order: ring, exchange, scratch, tile counts.
 template <int kHeadDim, int kUnits>
 struct Layout {
   static constexpr int kTileBytes = kTileTokens * kHeadDim * 2;
   static constexpr int kUnitBytes = kTilesPerSplit * kTileBytes;
-  static constexpr int kProbabilities = kUnits * kUnitBytes;
-  static constexpr int kMaxima = kProbabilities + kMmaRows * kSplitTokens * 2;
-  static constexpr int kSums = kMaxima + kTilesPerSplit * kMmaRows * 4;
-  static constexpr int kScratch = kSums + kThreads * 8;
-  static constexpr int kCounts = kScratch + 32;
+  static constexpr int kExchange = kUnits * kUnitBytes;
+  static constexpr int kScratch = kExchange + SplitExchange::kBytes;
+  static constexpr int kCounts = kScratch + 64;
   static constexpr int bytes(int64_t num_seqs) {
     return kCounts + static_cast<int>(num_seqs + 1) * 4;
   }
   static constexpr int kBlocksPerSm = [] {
-    const int fit = kSmemPerSm / (bytes(kMaxSeqs / 2) + kSmemReserved);
+    const int fit = kSmemPerSm / (bytes(kDecodeMaxSeqs / 2) + kSmemReserved);
     return fit < 1 ? 1 : fit > 3 ? 3 : fit;
   }();
 };
 
-struct Work {
-  AttentionParams p;
-  float c;           // scale log2(e)
-  int group;         // query heads of a KV head
-  int tiles_a_head;  // head tiles of a KV head
-  int head_tiles;    // of a token
-  int rows;          // of a partial: query heads of a head tile, at most
-  int64_t capacity;  // partials that the workspace holds
-};
-
-// A split of one (sequence, head tile); the order is sequence, head tile, split.
-struct Item {
-  int seq, head_tile, split;
-  int num_tiles;  // of the sequence
-  int first;      // index of its first tile among all
-
-  __device__ int num_splits() const { return (num_tiles + kTilesPerSplit - 1) / kTilesPerSplit; }
-  __device__ int tiles_here() const {
-    return min(kTilesPerSplit, num_tiles - split * kTilesPerSplit);
-  }
-  __device__ bool same_row(const Item& other) const {
-    return seq == other.seq && head_tile == other.head_tile;
-  }
-};
-
-// counts[s]: tiles of the sequences before s.
-__device__ __forceinline__ void settle(Item& item, const int* counts, int num_seqs,
-                                       int head_tiles) {
-  item.num_tiles = 0;
-  while (item.seq < num_seqs) {
-    item.num_tiles = counts[item.seq + 1] - counts[item.seq];
-    if (item.num_tiles > 0) break;
-    ++item.seq;
-  }
-  item.first =
-      counts[item.seq] * head_tiles + item.head_tile * item.num_tiles + item.split * kTilesPerSplit;
-}
-
-__device__ __forceinline__ void advance(Item& item, const int* counts, int num_seqs,
-                                        int head_tiles) {
-  if (++item.split * kTilesPerSplit >= item.num_tiles) {
-    item.split = 0;
-    if (++item.head_tile == head_tiles) {
-      item.head_tile = 0;
-      ++item.seq;
-    }
-  }
-  settle(item, counts, num_seqs, head_tiles);
-}
-
-// The first item whose first tile is `tile` or later.
-__device__ __forceinline__ Item find_item(int tile, const int* counts, int num_seqs,
-                                          int head_tiles) {
-  int low = 0, high = num_seqs;  // the last s with counts[s] * head_tiles <= tile
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (counts[middle] * head_tiles <= tile) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  Item item = {low, 0, 0, 0, 0};
-  if (low < num_seqs) {
-    const int num_tiles = counts[low + 1] - counts[low];
-    const int local = tile - counts[low] * head_tiles;
-    item.head_tile = local / num_tiles;
-    item.split = (local % num_tiles + kTilesPerSplit - 1) / kTilesPerSplit;
-    if (item.split * kTilesPerSplit >= num_tiles) {
-      item.split = 0;
-      if (++item.head_tile == head_tiles) {
-        item.head_tile = 0;
-        ++item.seq;
-      }
-    }
-  }
-  settle(item, counts, num_seqs, head_tiles);
-  return item;
-}
-
-// Tile counts of all sequences, summed over those before.
-__device__ __forceinline__ void count_tiles(const AttentionParams& p, int* counts, int* scratch) {
-  const int num_seqs = static_cast<int>(p.num_seqs);
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int each = (num_seqs + kThreads - 1) / kThreads;
-  const int begin = min(num_seqs, static_cast<int>(threadIdx.x) * each);
-  const int end = min(num_seqs, begin + each);
-  int sum = 0;
-  for (int s = begin; s < end; ++s) {
-    const int slot = p.slots[s], length = p.seq_lens[s];
-    const int tiles = slot < 0 ? 0 : (max(length, 0) + kTileTokens - 1) / kTileTokens;
-    sum += tiles;
-    counts[s + 1] = sum;
-  }
-  int before = sum;
-#pragma unroll
-  for (int offset = 1; offset < kWarpSize; offset *= 2) {
-    const int other = __shfl_up_sync(kFullMask, before, offset);
-    if (lane >= offset) before += other;
-  }
-  if (lane == kWarpSize - 1) scratch[warp] = before;
-  before -= sum;
-  __syncthreads();
-  for (int w = 0; w < warp; ++w) before += scratch[w];
-  for (int s = begin; s < end; ++s) counts[s + 1] += before;
-  if (threadIdx.x == 0) counts[0] = 0;
-  __syncthreads();
-}
-
 // What a warp needs to fetch its tile of a split: lane i addresses rows i and i + 32.
 struct Fetch {
-  Item item;
+  DecodeItem item;
   int valid;         // rows of the tile that exist
   int32_t block[2];  // table entries, read half a split before they are used
   uint32_t offset[2];
@@ -195,47 +82,10 @@ __device__ __forceinline__ void fetch_tile(uint32_t destination, const T* cache,
   }
 }
 
-template <int kBlocks>
-struct RowState {
-  float m[2], l[2];
-  float o[kBlocks][4];
-};
-
-// m, l and o of one split (or of the first few) of a head tile, for the merge.
-__device__ __forceinline__ float* partial(const Work& w, const int* counts, int seq, int head_tile,
-                                          int split, int head_dim) {
-  const int64_t slot =
-      static_cast<int64_t>(counts[seq] / kTilesPerSplit + seq + split) * w.head_tiles + head_tile;
-  float* partials = reinterpret_cast<float*>(static_cast<char*>(w.p.workspace) + kCounterBytes);
-  return partials + slot * w.rows * (head_dim + 2);
-}
-
-template <int kHeadDim, int kBlocks>
-__device__ __forceinline__ void store_partial(float* to, int rows, const RowState<kBlocks>& s) {
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int r = lane / 4 + 8 * h;
-    if (r >= rows) continue;
-    if (warp == 0 && lane % 4 == 0) {
-      __stcg(to + r, s.m[h]);
-      __stcg(to + rows + r, s.l[h]);
-    }
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const int column = 8 * (kWarps * b + warp) + 2 * (lane % 4);
-      if (column < kHeadDim)
-        __stcg(reinterpret_cast<float2*>(to + 2 * rows + r * kHeadDim + column),
-               make_float2(s.o[b][2 * h], s.o[b][2 * h + 1]));
-    }
-  }
-}
-
 template <typename T, int kHeadDim, int kUnits>
 __global__ void __launch_bounds__(kThreads, (Layout<kHeadDim, kUnits>::kBlocksPerSm))
-    decode_attention_kernel(const __grid_constant__ Work w) {
+    decode_attention_kernel(const __grid_constant__ DecodeWork w) {
   using L = Layout<kHeadDim, kUnits>;
-  constexpr int kBlocks = (kHeadDim / 8 + kWarps - 1) / kWarps;  // column blocks of a warp's o
   const AttentionParams& p = w.p;
   const KvCache& kv = p.kv;
   pdl_launch_dependents();
@@ -243,32 +93,18 @@ __global__ void __launch_bounds__(kThreads, (Layout<kHeadDim, kUnits>::kBlocksPe
 
   extern __shared__ __align__(128) uint8_t smem[];
   const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
-  uint4* probabilities = reinterpret_cast<uint4*>(smem + L::kProbabilities);  // [tile][step][lane]
-  float* maxima = reinterpret_cast<float*>(smem + L::kMaxima);                // [tile][row]
-  float2* sums = reinterpret_cast<float2*>(smem + L::kSums);                  // [tile][lane]
-  int* scratch = reinterpret_cast<int*>(smem + L::kScratch);
+  const SplitExchange x(smem + L::kExchange);
   int* counts = reinterpret_cast<int*>(smem + L::kCounts);
-
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int num_seqs = static_cast<int>(p.num_seqs);
   const T* cache = static_cast<const T*>(kv.cache);
-  count_tiles(p, counts, scratch);
+  const int most_tiles =
+      count_tiles<kThreads>(p, counts, reinterpret_cast<int*>(smem + L::kScratch));
 
-  // This block's share: items whose first tile lies in [begin, end). Too many for the workspace: no
-  // row is cut, a share is a run of whole rows.
-  const int64_t total = static_cast<int64_t>(counts[num_seqs]) * w.head_tiles;
-  const bool cut = counts[num_seqs] / kTilesPerSplit + num_seqs <= w.capacity / w.head_tiles;
-  const int64_t units = cut ? total : static_cast<int64_t>(num_seqs) * w.head_tiles;
-  auto border = [&](int64_t block) {
-    const int64_t unit = block * units / gridDim.x;
-    if (cut) return static_cast<int>(unit);
-    const int seq = static_cast<int>(unit / w.head_tiles);
-    if (seq >= num_seqs) return static_cast<int>(total);
-    return counts[seq] * w.head_tiles +
-           static_cast<int>(unit % w.head_tiles) * (counts[seq + 1] - counts[seq]);
-  };
-  const int end = border(blockIdx.x + 1);
-  Item item = find_item(border(blockIdx.x), counts, num_seqs, w.head_tiles);
+  const Share share(w, counts, most_tiles);
+  if (share.total == 0) return;
+  const int end = share.border(counts, blockIdx.x + 1);
+  DecodeItem item = find_item(share.border(counts, blockIdx.x), counts, num_seqs, share.head_tiles);
   if (item.first >= end) return;
 
   Fetch f;
@@ -319,26 +155,22 @@ __global__ void __launch_bounds__(kThreads, (Layout<kHeadDim, kUnits>::kBlocksPe
   };
 
   uint32_t q[kHeadDim / kMmaDepth][4];
-  int rows = 0, first_head = 0;  // query heads of the head tile
-  auto load_q = [&](const Item& at) {
-    const int kv_head = at.head_tile / w.tiles_a_head, part = at.head_tile % w.tiles_a_head;
-    first_head = kv_head * w.group + part * kMmaRows;
-    rows = min(kMmaRows, w.group - part * kMmaRows);
-    const T* base = static_cast<const T*>(p.q) + (at.seq * p.num_q_heads + first_head) * kHeadDim;
+  auto load_q = [&](const DecodeItem& at) {
+    const QueryHeads heads(w, at.head_tile);
+    const T* base = static_cast<const T*>(p.q) + (at.seq * p.num_q_heads + heads.first) * kHeadDim;
     const int r = lane / 4;
-    load_queries<T, kHeadDim>(q, r < rows ? base + r * kHeadDim : nullptr,
-                              r + 8 < rows ? base + (r + 8) * kHeadDim : nullptr);
+    load_queries<T, kHeadDim>(q, r < heads.count ? base + r * kHeadDim : nullptr,
+                              r + 8 < heads.count ? base + (r + 8) * kHeadDim : nullptr);
   };
 
   look_up();
-#pragma unroll
+#pragma unroll 1
   for (int u = 0; u < kUnits; ++u) fetch_unit();
   load_q(item);
   int length = p.seq_lens[item.seq];
-
-  RowState<kBlocks> total_state;
-  int arrived = 0;                    // splits of the row that this block has stored
-  bool from_start = item.split == 0;  // this block has the row's first split
+  RowSoFar<T, kHeadDim> row(item);
+  int arrived = 0;  // splits of the row that this block has done
+  const bool both = w.rows > 8;
   uint32_t read_at = ring;
   auto next_unit = [&] {
     read_at += L::kUnitBytes;
@@ -347,25 +179,16 @@ __global__ void __launch_bounds__(kThreads, (Layout<kHeadDim, kUnits>::kBlocksPe
 
   while (item.first < end) {
     const int tiles = item.tiles_here();
-    const int start = item.split * kSplitTokens;
-    const int rows_now = rows, first_head_now = first_head;
-    Item next = item;
+    DecodeItem next = item;
     advance(next, counts, num_seqs, w.head_tiles);
     const bool more = next.first < end;
 
-    // Scores of this warp's tile.
     float s[kScores];
     wait_copies<kUnits - 1>();
     __syncwarp();
     if (warp < tiles) {
       score_tile<T, kHeadDim>(s, q, read_at + warp * L::kTileBytes);
-      const int last = length - 1 - start - warp * kTileTokens;
-      if (last < kTileTokens - 1) mask_scores(s, last, last);
-      const float top0 = max_score<0>(s), top1 = max_score<1>(s);
-      if (lane % 4 == 0) {
-        maxima[warp * kMmaRows + lane / 4] = top0;
-        maxima[warp * kMmaRows + lane / 4 + 8] = top1;
-      }
+      publish_maxima(s, length - 1 - item.split * kSplitTokens - warp * kTileTokens, both, x);
     }
     __syncwarp();  // the tile of keys has been read, its place can be filled
     next_unit();
@@ -376,173 +199,28 @@ __global__ void __launch_bounds__(kThreads, (Layout<kHeadDim, kUnits>::kBlocksPe
     }
     __syncthreads();
 
-    // Probabilities of this warp's tile; the running maximum over the tiles, for all of them.
-    RowState<kBlocks> state;
+    RowState<kHeadDim> state;
     float factor[kTilesPerSplit][2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float m = -INFINITY, shift = 0.f, own_shift = 0.f;
-#pragma unroll
-      for (int t = 0; t < kTilesPerSplit; ++t) {
-        if (t >= tiles) break;
-        const float before = m;
-        m = fmaxf(m, maxima[t * kMmaRows + lane / 4 + 8 * h]);
-        shift = exponent_shift(m, w.c);
-        factor[t][h] = rescale_factor(before, w.c, shift);
-        if (t == warp) own_shift = shift;
-      }
-      state.m[h] = m;
-      if (warp < tiles) {
-        const float part =
-            h == 0 ? exponentiate<0>(s, w.c, own_shift) : exponentiate<1>(s, w.c, own_shift);
-        (h == 0 ? sums[warp * kWarpSize + lane].x : sums[warp * kWarpSize + lane].y) = part;
-      }
-    }
-    if (warp < tiles) {
-#pragma unroll
-      for (int k = 0; k < kTileSteps; ++k) {
-        uint32_t a[4];
-        probability_operand<T>(a, s, k);
-        probabilities[(warp * kTileSteps + k) * kWarpSize + lane] =
-            make_uint4(a[0], a[1], a[2], a[3]);
-      }
-    }
+    publish_probabilities<T, kHeadDim>(s, tiles, both, w.c, x, factor, state);
     wait_copies<kUnits - 1>();
     __syncthreads();
 
-    // Values of all tiles for this warp's columns.
-    state.l[0] = state.l[1] = 0.f;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) state.o[b][i] = 0.f;
 #pragma unroll
     for (int t = 0; t < kTilesPerSplit; ++t) {
       if (t >= tiles) break;
-      const float2 sum = sums[t * kWarpSize + lane];
-      state.l[0] = add_tile(state.l[0], factor[t][0], sum.x);
-      state.l[1] = add_tile(state.l[1], factor[t][1], sum.y);
-      uint32_t a[kTileSteps][4];
-#pragma unroll
-      for (int k = 0; k < kTileSteps; ++k) {
-        const uint4 word = probabilities[(t * kTileSteps + k) * kWarpSize + lane];
-        a[k][0] = word.x, a[k][1] = word.y, a[k][2] = word.z, a[k][3] = word.w;
-      }
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) state.o[b][i] = __fmul_rn(state.o[b][i], factor[t][i / 2]);
-        const int piece = kWarps * b + warp;
-        if (kHeadDim / 8 % kWarps == 0 || piece < kHeadDim / 8) {
-#pragma unroll
-          for (int k = 0; k < kTileSteps; k += 2)
-            value_steps<T, kHeadDim>(state.o[b], a[k], a[k + 1], read_at + t * L::kTileBytes, k,
-                                     piece);
-        }
-      }
+      add_values<T, kHeadDim>(state, t, factor[t], x, read_at + t * L::kTileBytes);
     }
-    state.l[0] = quad_sum(state.l[0]);
-    state.l[1] = quad_sum(state.l[1]);
-    __syncthreads();  // values, probabilities, maxima have been read
+    end_split(state);
+    __syncthreads();  // the values have been read
     next_unit();
     fetch_unit();
-
-    // The row so far.
-    if (item.split == 0) {
-      total_state = state;
-    } else if (from_start) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const Merge merge =
-            merge_split(total_state.m[h], total_state.l[h], state.m[h], state.l[h], w.c);
-#pragma unroll
-        for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-          for (int e = 0; e < 2; ++e)
-            total_state.o[b][2 * h + e] =
-                merge_value(merge, total_state.o[b][2 * h + e], state.o[b][2 * h + e]);
-      }
-    } else {
-      store_partial<kHeadDim>(partial(w, counts, item.seq, item.head_tile, item.split, kHeadDim),
-                              rows_now, state);
-    }
     ++arrived;
-
-    const int num_splits = item.num_splits();
-    const bool row_ends = item.split == num_splits - 1;
-    T* out = static_cast<T*>(p.out) + (item.seq * p.num_q_heads + first_head_now) * kHeadDim;
-    if (row_ends && from_start) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int r = lane / 4 + 8 * h;
-        if (r >= rows_now) continue;
-        const float inverse = inverse_sum(total_state.l[h]);
-#pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
-          const int column = 8 * (kWarps * b + warp) + 2 * (lane % 4);
-          if (column < kHeadDim)
-            *reinterpret_cast<uint32_t*>(out + r * kHeadDim + column) =
-                pack<T>(normalise(total_state.o[b][2 * h], inverse),
-                        normalise(total_state.o[b][2 * h + 1], inverse));
-        }
-      }
-    } else if (row_ends || !more) {
-      // The row is cut: leave what is here, and merge if every other block has done so.
-      if (from_start)
-        store_partial<kHeadDim>(partial(w, counts, item.seq, item.head_tile, 0, kHeadDim), rows_now,
-                                total_state);
-      const int row_first = item.first - item.split * kTilesPerSplit;
-      const int64_t owner = ((static_cast<int64_t>(row_first) + 1) * gridDim.x - 1) / total;
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0) {
-        int32_t* counter = static_cast<int32_t*>(p.workspace) + owner;
-        const bool last = atomicAdd(counter, arrived) + arrived == num_splits;
-        if (last) *counter = 0;
-        __threadfence();
-        scratch[0] = last;
-      }
-      __syncthreads();
-      if (scratch[0]) {
-        const int owned =
-            min(num_splits, (border(owner + 1) - row_first + kTilesPerSplit - 1) / kTilesPerSplit);
-        constexpr int kAhead = 4;
-        const int64_t step = static_cast<int64_t>(w.head_tiles) * w.rows * (kHeadDim + 2);
-        const float* first = partial(w, counts, item.seq, item.head_tile, 0, kHeadDim);
-        for (int e = threadIdx.x; e < rows_now * kHeadDim / 2; e += kThreads) {
-          const int r = e / (kHeadDim / 2), at = 2 * rows_now + 2 * e;
-          float m = __ldcg(first + r), l = __ldcg(first + rows_now + r);
-          float2 o = __ldcg(reinterpret_cast<const float2*>(first + at));
-          for (int i = owned; i < num_splits; i += kAhead) {
-            float split_m[kAhead], split_l[kAhead];
-            float2 split_o[kAhead];
-#pragma unroll
-            for (int j = 0; j < kAhead; ++j) {
-              if (i + j >= num_splits) break;
-              const float* from = first + (i + j) * step;
-              split_m[j] = __ldcg(from + r);
-              split_l[j] = __ldcg(from + rows_now + r);
-              split_o[j] = __ldcg(reinterpret_cast<const float2*>(from + at));
-            }
-#pragma unroll
-            for (int j = 0; j < kAhead; ++j) {
-              if (i + j >= num_splits) break;
-              const Merge merge = merge_split(m, l, split_m[j], split_l[j], w.c);
-              o.x = merge_value(merge, o.x, split_o[j].x);
-              o.y = merge_value(merge, o.y, split_o[j].y);
-            }
-          }
-          const float inverse = inverse_sum(l);
-          *reinterpret_cast<uint32_t*>(out + 2 * e) =
-              pack<T>(normalise(o.x, inverse), normalise(o.y, inverse));
-        }
-      }
-      __syncthreads();
+    const bool row_goes_on = more && next.same_row(item);
+    if (row.add(w, counts, item, more, state)) {
+      __syncthreads();  // all warps have left their part
+      if (warp == 0) finish_cut_row<T, kHeadDim>(w, counts, share, item, arrived);
     }
-    if (row_ends) {
-      arrived = 0;
-      from_start = true;
-    }
+    if (!row_goes_on) arrived = 0;
     item = next;
   }
 }
@@ -555,9 +233,17 @@ int64_t partial_bytes(int64_t num_seqs, int64_t max_seq_len, int64_t num_q_heads
 }
 
 template <typename T, int kHeadDim, int kUnits>
-void launch_decode(const AttentionParams& p, Stream stream) {
+void launch_decode(const DecodeWork& w, int64_t max_blocks, Stream stream) {
   using L = Layout<kHeadDim, kUnits>;
-  Work w = {};
+  const int64_t grid = std::min<int64_t>(max_blocks, int64_t{num_sms()} * L::kBlocksPerSm);
+  prefer_shared_memory(decode_attention_kernel<T, kHeadDim, kUnits>);
+  MINIVLLM_LAUNCH(decode_attention_kernel<T, kHeadDim, kUnits>, dim3(static_cast<unsigned>(grid)),
+                  dim3(kThreads), L::bytes(w.p.num_seqs), stream, w);
+}
+
+template <typename T, int kHeadDim>
+void launch_decode(const AttentionParams& p, Stream stream) {
+  DecodeWork w = {};
   w.p = p;
   w.c = p.scale * kLog2e;
   w.group = static_cast<int>(p.num_q_heads / p.kv.num_kv_heads);
@@ -567,11 +253,23 @@ void launch_decode(const AttentionParams& p, Stream stream) {
   w.capacity = partial_bytes(p.num_seqs, p.max_seq_len, p.num_q_heads, kHeadDim) /
                (w.rows * (kHeadDim + 2) * 4);
   const int64_t splits = (p.max_seq_len + kSplitTokens - 1) / kSplitTokens;
-  int64_t grid = static_cast<int64_t>(num_sms()) * L::kBlocksPerSm;
-  grid = std::min<int64_t>({grid, p.num_seqs * w.head_tiles * splits, kMaxBlocks});
-  MINIVLLM_LAUNCH(decode_attention_kernel<T, kHeadDim, kUnits>,
-                  dim3(static_cast<unsigned>(std::max<int64_t>(grid, 1))), dim3(kThreads),
-                  L::bytes(p.num_seqs), stream, w);
+  const int64_t max_blocks =
+      std::max<int64_t>(1, std::min<int64_t>(p.num_seqs * w.head_tiles * splits, kDecodeMaxBlocks));
+  if constexpr (has_decode_sm90(kHeadDim)) {
+    if (decode_sm90_supported(p)) {
+      if constexpr (kHeadDim == 64) {
+        return launch_decode_sm90<T, kHeadDim, 12, 2>(w, max_blocks, stream);
+      } else {
+        return launch_decode_sm90<T, kHeadDim, 6, 2>(w, max_blocks, stream);
+      }
+    }
+  }
+  // Three units where shared memory has room for them.
+  if (compute_capability() == 90 || compute_capability() == 100) {
+    launch_decode<T, kHeadDim, 3>(w, max_blocks, stream);
+  } else {
+    launch_decode<T, kHeadDim, 2>(w, max_blocks, stream);
+  }
 }
 
 }  // namespace
@@ -585,10 +283,10 @@ void decode_attention(const AttentionParams& p, Stream stream) {
   if (p.num_seqs == 0) return;
   attention::check_attention(p);
   if (p.dtype == DType::kFloat32) return attention::launch_simt_attention(p, stream);
-  for (int64_t from = 0; from < p.num_seqs; from += kMaxSeqs) {
+  for (int64_t from = 0; from < p.num_seqs; from += kDecodeMaxSeqs) {
     AttentionParams part = p;
     const int64_t elements = from * p.num_q_heads * p.kv.head_dim;
-    part.num_seqs = part.num_tokens = std::min<int64_t>(kMaxSeqs, p.num_seqs - from);
+    part.num_seqs = part.num_tokens = std::min<int64_t>(kDecodeMaxSeqs, p.num_seqs - from);
     part.slots += from;
     part.seq_lens += from;
     part.q = static_cast<const uint16_t*>(p.q) + elements;
@@ -597,12 +295,7 @@ void decode_attention(const AttentionParams& p, Stream stream) {
       using T = decltype(element);
       if constexpr (sizeof(T) == 2) {
         attention::dispatch_head_dim(p.kv.head_dim, [&](auto head_dim) {
-          // Three units where shared memory has room for them.
-          if (compute_capability() == 90 || compute_capability() == 100) {
-            launch_decode<T, decltype(head_dim)::value, 3>(part, stream);
-          } else {
-            launch_decode<T, decltype(head_dim)::value, 2>(part, stream);
-          }
+          launch_decode<T, decltype(head_dim)::value>(part, stream);
         });
       }
     });

@@ -43,6 +43,7 @@ GemmConfig choose_gemm_config(const LinearParams& p, int num_sms) {
   for (int warpgroups = 1; warpgroups <= 2; ++warpgroups) {
     if (warpgroups == 2 && p.num_tokens <= kTileTokens) break;
     for (const int columns : kGemmColumns[warpgroups - 1]) {
+      if (columns == 0) break;
       // Staged tiles of SiLU leave in chunks of 64 outputs.
       if (warpgroups == 2 && columns == 192 && p.epilogue == Epilogue::kSiluMul) continue;
       const double clocks = predicted_clocks(p, warpgroups, columns, num_sms);
@@ -58,6 +59,8 @@ GemmConfig choose_gemm_config(const LinearParams& p, int num_sms) {
   if (best.warpgroups == 1 && best.columns <= 48 && blocks % 4 == 0) best.stage_blocks = 4;
   if (best.warpgroups == 1 && best.columns == 64 && blocks % 2 == 0) best.stage_blocks = 2;
   best.prefetch_bytes = 0;
+  best.flat = false;
+  best.sharing = Sharing::kNone;
   // One warpgroup leaves room for the next kernel's CTA.
   best.ring_bytes = best.warpgroups == 1 ? 104 * 1024 : 192 * 1024;
   best.ctas_per_sm = 1;

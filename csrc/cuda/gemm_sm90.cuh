@@ -38,82 +38,130 @@ constexpr int kCopyRegisters = 40;
 constexpr int kMultiplyRegisters = 232;
 
 struct Problem {
-  CUtensorMap x, weight;  // boxes of one stage
+  CUtensorMap x, weight;  // boxes of one stage; of half a stage for what is shared
   CUtensorMap out;        // of staged tiles
   Output output;
   int stages;           // of the ring
   int tile_stages;      // stages that a tile takes: k / (kBlock * kBlocks)
   int prefetch_stages;  // of weights, brought to L2 beyond the ring
   int stage_tokens;     // token rows in a stage, a multiple of 8
-  int token_tiles, column_tiles;
-  int group;           // token tiles that are walked before the next column tile
+  // Tiles, or pairs of tiles where two CTAs share tokens (a pair of columns) or weights (of
+  // tokens).
+  int token_units, column_units;
+  int group;           // token units that are walked before the next column unit
+  int barriers;        // offset of the barriers in shared memory
   bool stream_weight;  // each weight is read once: it need not stay in L2
+  Sharing sharing;
+  bool flat;  // maps are sm90::flat_map
 };
 
 struct Tile {
-  int token, column;  // tile indices
+  int token, column;  // first of each
 };
 
-// Tiles in an order that keeps the weights and tokens of neighbouring CTAs in L2.
-__device__ __forceinline__ Tile tile_at(const Problem& p, int index) {
-  if (p.token_tiles == 1) return {0, index};
-  const int group_tiles = p.group * p.column_tiles;
-  const int group = index / group_tiles, rest = index % group_tiles;
-  const int height = min(p.group, p.token_tiles - group * p.group);
-  return {group * p.group + rest % height, rest / height};
-}
-
-// A stage of the walk over all tiles of a CTA.
+// The walk over the tiles of a CTA, in an order that keeps the weights and tokens of neighbouring
+// CTAs in L2.
+template <int kTokens, int kN, int kCluster>
 struct Cursor {
-  int index, stage;  // tile, stage inside the tile
+  int unit = blockIdx.x / kCluster;
+  int stage = 0;  // inside the tile
   Tile tile;
 
-  __device__ explicit Cursor(const Problem& p)
-      : index(blockIdx.x), stage(0), tile(tile_at(p, blockIdx.x)) {}
-  __device__ void advance(const Problem& p) {
-    if (++stage < p.tile_stages) return;
+  __device__ explicit Cursor(const Problem& p) { find_tile(p); }
+  __device__ bool done(const Problem& p) const { return unit >= p.token_units * p.column_units; }
+  __device__ void next_tile(const Problem& p) {
     stage = 0;
-    index += gridDim.x;
-    if (index < p.token_tiles * p.column_tiles) tile = tile_at(p, index);
+    unit += gridDim.x / kCluster;
+    if (!done(p)) find_tile(p);
+  }
+  __device__ void next_stage(const Problem& p) {
+    if (++stage == p.tile_stages) next_tile(p);
+  }
+
+ private:
+  __device__ void find_tile(const Problem& p) {
+    int token = 0, column = unit;
+    if (p.token_units > 1) {
+      const int group_units = p.group * p.column_units;
+      const int group = unit / group_units, rest = unit % group_units;
+      const int height = min(p.group, p.token_units - group * p.group);
+      token = group * p.group + rest % height;
+      column = rest / height;
+    }
+    if constexpr (kCluster > 1) {
+      const int rank = blockIdx.x % kCluster;
+      if (p.sharing == Sharing::kTokens) {
+        column = column * kCluster + rank;
+      } else {
+        token = token * kCluster + rank;
+      }
+    }
+    tile = {token * kTokens, column * kN};
   }
 };
 
-template <int kTokens, int kN, int kBlocks>
+// Copies one operand's part of a stage; half of it to both CTAs where they share it: half of the
+// k-blocks, or half of the rows where there is one k-block.
+template <int kBlocks, int kCluster>
+__device__ __forceinline__ void load_stage(const Problem& p, uint32_t destination,
+                                           const CUtensorMap* map, uint32_t barrier, int row,
+                                           int block, int rows, bool shared, uint64_t policy) {
+  if constexpr (kCluster > 1) {
+    if (shared) {
+      static_assert(kBlocks == 1 || kBlocks % kCluster == 0);
+      const int rank = blockIdx.x % kCluster;
+      destination += rank * (rows * kBlocks / kCluster * sm90::kSwizzleRow);
+      if constexpr (kBlocks == 1) {
+        row += rank * (rows / kCluster);
+      } else {
+        block += rank * (kBlocks / kCluster);
+      }
+    }
+  }
+  const int c0 = p.flat ? block * kBlock : 0, c2 = p.flat ? 0 : block;
+  if (kCluster > 1 && shared) {
+    constexpr uint16_t kAllRanks = (1 << kCluster) - 1;
+    sm90::tma_load_multicast(destination, map, barrier, c0, row, c2, kAllRanks, policy);
+  } else {
+    sm90::tma_load(destination, map, barrier, c0, row, c2, policy);
+  }
+}
+
+template <int kTokens, int kN, int kBlocks, int kCluster>
 __device__ __forceinline__ void produce(const Problem& p, uint32_t x_ring, uint32_t weight_ring,
                                         uint32_t full, uint32_t empty) {
   const int x_bytes = p.stage_tokens * kBlocks * sm90::kSwizzleRow;
   const int weight_bytes = kN * kBlocks * sm90::kSwizzleRow;
   const uint64_t x_policy =
-      p.token_tiles == 1 ? sm90::evict_last_policy() : sm90::evict_normal_policy();
+      p.stream_weight ? sm90::evict_last_policy() : sm90::evict_normal_policy();
   const uint64_t weight_policy =
       p.stream_weight ? sm90::evict_first_policy() : sm90::evict_normal_policy();
-  const int tiles = p.token_tiles * p.column_tiles;
-  const int total = (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x * p.tile_stages;
-  Cursor weight_at(p), x_at(p);
+  Cursor<kTokens, kN, kCluster> weight_at(p), x_at(p);
   const auto load_weight = [&](int slot) {
     sm90::mbarrier_expect(full + 8 * slot, x_bytes + weight_bytes);
-    sm90::tma_load(weight_ring + slot * weight_bytes, &p.weight, full + 8 * slot, 0,
-                   weight_at.tile.column * kN, weight_at.stage * kBlocks, weight_policy);
-    weight_at.advance(p);
+    load_stage<kBlocks, kCluster>(p, weight_ring + slot * weight_bytes, &p.weight, full + 8 * slot,
+                                  weight_at.tile.column, weight_at.stage * kBlocks, kN,
+                                  p.sharing == Sharing::kWeights, weight_policy);
+    weight_at.next_stage(p);
   };
   const auto load_x = [&](int slot) {
-    sm90::tma_load(x_ring + slot * x_bytes, &p.x, full + 8 * slot, 0, x_at.tile.token * kTokens,
-                   x_at.stage * kBlocks, x_policy);
-    x_at.advance(p);
+    load_stage<kBlocks, kCluster>(p, x_ring + slot * x_bytes, &p.x, full + 8 * slot,
+                                  x_at.tile.token, x_at.stage * kBlocks, p.stage_tokens,
+                                  p.sharing == Sharing::kTokens, x_policy);
+    x_at.next_stage(p);
   };
-  const int ahead = min(p.stages, total);
-  for (int slot = 0; slot < ahead; ++slot) load_weight(slot);
-  Cursor later = weight_at;
-  for (int i = ahead; i < min(ahead + p.prefetch_stages, total); ++i) {
-    sm90::tma_prefetch(&p.weight, 0, later.tile.column * kN, later.stage * kBlocks, weight_policy);
-    later.advance(p);
+  for (int slot = 0; slot < p.stages && !weight_at.done(p); ++slot) load_weight(slot);
+  auto later = weight_at;
+  for (int i = 0; i < p.prefetch_stages && !later.done(p); ++i) {
+    sm90::tma_prefetch(&p.weight, 0, later.tile.column, later.stage * kBlocks, weight_policy);
+    later.next_stage(p);
   }
   sm90::prefetch_tensor_map(&p.x);
   pdl_wait();
-  for (int slot = 0; slot < ahead; ++slot) load_x(slot);
+  for (int slot = 0; slot < p.stages && !x_at.done(p); ++slot) load_x(slot);
   int slot = 0;
   uint32_t parity = 0;
-  for (int i = ahead; i < total; ++i) {
+  while (!weight_at.done(p)) {
     sm90::mbarrier_wait(empty + 8 * slot, parity);
     load_weight(slot);
     load_x(slot);
@@ -121,7 +169,7 @@ __device__ __forceinline__ void produce(const Problem& p, uint32_t x_ring, uint3
   }
 }
 
-template <typename T, int kTokens, int kN, int kBlocks>
+template <typename T, int kTokens, int kN, int kBlocks, int kCluster>
 __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint32_t weight_ring,
                                         uint32_t staging, uint32_t full, uint32_t empty) {
   // Shuffled so that the compiler knows it to be the same in a warp: descriptors need that.
@@ -133,7 +181,6 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
   const uint32_t weight_first = sm90::descriptor_low(weight_ring);
   const uint32_t x_block = p.stage_tokens * kRowUnits;
   constexpr uint32_t kWeightBlock = kN * kRowUnits;
-  const int tiles = p.token_tiles * p.column_tiles;
   pdl_wait();  // out may be the kernel before's input, or its output
 
   constexpr bool kIsStaged = kStaged<kTokens, kN>;
@@ -141,12 +188,20 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
   [[maybe_unused]] Ahead ahead;
   [[maybe_unused]] uint32_t old[kN / 4];
   const bool residual = p.output.epilogue == Epilogue::kResidual;
+  [[maybe_unused]] const uint32_t remote_empty =
+      kCluster > 1 ? sm90::map_to_rank(empty, lane % kCluster) : empty;
   float acc[kN / 2];
   int slot = 0, held = 0;
   uint32_t parity = 0, x_slot = x_first, weight_slot = weight_first;
-  for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
-    const Tile tile = tile_at(p, index);
-    const Place at = {tile.token * kTokens + warpgroup * kTileTokens, tile.column * kN, warp, lane};
+  const auto release = [&](int from) {  // to the producers of all CTAs that copy into the slot
+    if constexpr (kCluster == 1) {
+      if (lane == 0) sm90::mbarrier_arrive(empty + 8 * from);
+    } else {
+      if (lane < kCluster) sm90::mbarrier_arrive_remote(remote_empty + 8 * from);
+    }
+  };
+  for (Cursor<kTokens, kN, kCluster> tiles(p); !tiles.done(p); tiles.next_tile(p)) {
+    const Place at = {tiles.tile.token + warpgroup * kTileTokens, tiles.tile.column, warp, lane};
     if (residual) {  // travels while the tile is multiplied
       if constexpr (kIsStaged) {
         load_chunk<T>(ahead.old[0], p.output, at, 0);
@@ -174,14 +229,14 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
       sm90::wgmma_commit();
       if (stage > 0) {
         sm90::wgmma_wait<1>();
-        if (lane == 0) sm90::mbarrier_arrive(empty + 8 * held);
+        release(held);
       }
       held = slot;
       if (++slot == p.stages) slot = 0, parity ^= 1, x_slot = x_first, weight_slot = weight_first;
     }
     sm90::wgmma_wait<0>();
     sm90::pin_registers(acc);
-    if (lane == 0) sm90::mbarrier_arrive(empty + 8 * held);
+    release(held);
     if (p.output.bias != nullptr) add_bias<T, kN>(acc, p.output, at);
     if constexpr (kIsStaged) {
       store_staged<T, kN>(acc, ahead, exit, p.output, at);
@@ -196,67 +251,84 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
 
 // Two CTAs of one warpgroup fit an SM's registers, so that the next kernel's CTA can start to copy
 // its weights while this one runs.
-template <typename T, int kWarpgroups, int kN, int kBlocks>
-__global__ void __launch_bounds__(kThreads<kWarpgroups * kTileTokens, kN>, 3 - kWarpgroups)
-    gemm_kernel(const __grid_constant__ Problem p) {
+template <typename T, int kWarpgroups, int kN, int kBlocks, int kCluster>
+__global__ void __cluster_dims__(kCluster, 1, 1)
+    __launch_bounds__(kThreads<kWarpgroups * kTileTokens, kN>, 3 - kWarpgroups)
+        gemm_kernel(const __grid_constant__ Problem p) {
 #if defined(MINIVLLM_SM90A)
-  extern __shared__ uint8_t shared[];
-  __shared__ uint64_t barriers[2 * kMaxStages];
+  extern __shared__ __align__(sm90::kSwizzleAtom) uint8_t shared[];
   constexpr int kTokens = kWarpgroups * kTileTokens;
-  const uint32_t full = sm90::shared_address(barriers), empty = full + 8 * kMaxStages;
+  constexpr int kMultiplyWarps = kWarpgroups * sm90::kWarpgroupSize / kWarpSize;
   // The tokens' ring comes first: the operand's rows behind it are then the weights'.
-  const uint32_t x_ring = (sm90::shared_address(shared) + sm90::kSwizzleAtom - 1) /
-                          sm90::kSwizzleAtom * sm90::kSwizzleAtom;
+  const uint32_t x_ring = sm90::shared_address(shared);
   const uint32_t weight_ring = x_ring + p.stages * kBlocks * p.stage_tokens * sm90::kSwizzleRow;
   const uint32_t staging = weight_ring + p.stages * kBlocks * kN * sm90::kSwizzleRow;
+  const uint32_t full = x_ring + p.barriers, empty = full + 8 * p.stages;
   const int warp = threadIdx.x / kWarpSize;
-  constexpr int kProducer = kWarpgroups * sm90::kWarpgroupSize / kWarpSize;
-  if (warp == kProducer) {
+  if (threadIdx.x == kMultiplyWarps * kWarpSize) {
     pdl_launch_dependents();
-    if (threadIdx.x % kWarpSize == 0) {
-      sm90::prefetch_tensor_map(&p.weight);
-      for (int i = 0; i < p.stages; ++i) {
-        sm90::mbarrier_init(full + 8 * i, 1);
-        sm90::mbarrier_init(empty + 8 * i, kProducer);  // one arrival a multiplying warp
-      }
-      sm90::mbarrier_init_fence();
+    sm90::prefetch_tensor_map(&p.weight);
+    for (int i = 0; i < p.stages; ++i) {
+      sm90::mbarrier_init(full + 8 * i, 1);
+      sm90::mbarrier_init(empty + 8 * i, kCluster * kMultiplyWarps);
     }
+    sm90::mbarrier_init_fence();
   }
-  __syncthreads();
-  if (warp >= kProducer) {
+  if constexpr (kCluster > 1) {
+    sm90::cluster_barrier();
+  } else {
+    __syncthreads();
+  }
+  if (warp >= kMultiplyWarps) {
     if constexpr (kStaged<kTokens, kN>) sm90::shrink_registers<kCopyRegisters>();
-    if (threadIdx.x == kProducer * kWarpSize)
-      produce<kTokens, kN, kBlocks>(p, x_ring, weight_ring, full, empty);
+    if (threadIdx.x == kMultiplyWarps * kWarpSize)
+      produce<kTokens, kN, kBlocks, kCluster>(p, x_ring, weight_ring, full, empty);
+    __syncwarp();
   } else {
     if constexpr (kStaged<kTokens, kN>) sm90::grow_registers<kMultiplyRegisters>();
-    consume<T, kTokens, kN, kBlocks>(p, x_ring, weight_ring, staging, full, empty);
+    consume<T, kTokens, kN, kBlocks, kCluster>(p, x_ring, weight_ring, staging, full, empty);
   }
+  // The other CTA copies to this one's shared memory, and arrives at its barriers, until its end.
+  if constexpr (kCluster > 1) sm90::cluster_barrier();
 #endif
 }
 
-template <typename T, int kWarpgroups, int kN, int kBlocks>
+template <typename T, int kWarpgroups, int kN, int kBlocks, int kCluster>
 void launch_instance(const LinearParams& p, const GemmConfig& config, Stream stream) {
   constexpr int kTokens = kWarpgroups * kTileTokens;
   const auto ceil_div = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
   Problem problem;
+  problem.sharing = config.sharing;
+  const int shared_tokens = config.sharing == Sharing::kTokens ? kCluster : 1;
+  const int shared_weights = config.sharing == Sharing::kWeights ? kCluster : 1;
   problem.tile_stages = static_cast<int>(p.k / (kBlock * kBlocks));
   problem.prefetch_stages = config.prefetch_bytes / (kN * kBlocks * sm90::kSwizzleRow);
   problem.stage_tokens = kTokens;
-  for (int rows = 8; rows < kTileTokens; rows *= 2)
-    if (p.num_tokens <= rows) {
-      problem.stage_tokens = rows;
-      break;
-    }
+  for (const int rows : {32, 16, 8})
+    if (kWarpgroups == 1 && p.num_tokens <= rows) problem.stage_tokens = rows;
   const int stage_bytes = (problem.stage_tokens + kN) * kBlocks * sm90::kSwizzleRow;
   problem.stages = std::max(2, std::min({kMaxStages, config.ring_bytes / stage_bytes}));
-  problem.token_tiles = ceil_div(p.num_tokens, kTokens);
-  problem.column_tiles = ceil_div(p.n, kN);
-  constexpr int kGroup = 8;
-  problem.group = kGroup;
-  problem.stream_weight = problem.token_tiles == 1;
-  problem.x =
-      sm90::k_block_map(p.x, p.dtype, p.num_tokens, p.k, p.x_stride, problem.stage_tokens, kBlocks);
-  problem.weight = sm90::k_block_map(p.weight, p.dtype, p.n, p.k, p.k, kN, kBlocks);
+  const int token_tiles = ceil_div(p.num_tokens, kTokens);
+  problem.token_units = ceil_div(token_tiles, shared_weights);
+  problem.column_units = ceil_div(ceil_div(p.n, kN), shared_tokens);
+  constexpr int kGroupTokens = 2048;
+  problem.group = kGroupTokens / kTokens / shared_weights;
+  problem.stream_weight = token_tiles == 1;
+  if (kBlocks == 1 && problem.stage_tokens / shared_tokens % 8 != 0)
+    throw std::invalid_argument("too few tokens to share");
+  // A shared operand is copied by halves: of the k-blocks, or of the rows of one k-block.
+  const auto rows_of = [](int rows, int shares) { return kBlocks == 1 ? rows / shares : rows; };
+  const auto blocks_of = [](int shares) { return kBlocks == 1 ? 1 : kBlocks / shares; };
+  problem.flat = config.flat && kBlocks == 1;
+  const auto map_of = [&](const void* matrix, int64_t rows, int64_t stride, int box_rows,
+                          int shares) {
+    const int part = rows_of(box_rows, shares);
+    return problem.flat
+               ? sm90::flat_map(matrix, p.dtype, rows, p.k, stride, part)
+               : sm90::k_block_map(matrix, p.dtype, rows, p.k, stride, part, blocks_of(shares));
+  };
+  problem.x = map_of(p.x, p.num_tokens, p.x_stride, problem.stage_tokens, shared_tokens);
+  problem.weight = map_of(p.weight, p.n, p.k, kN, shared_weights);
   problem.output = {p.out,
                     p.bias,
                     p.out_stride,
@@ -272,25 +344,32 @@ void launch_instance(const LinearParams& p, const GemmConfig& config, Stream str
                                    p.out_stride, kChunkRows);
     staging_bytes = kWarpgroups * kChunkBuffers * kChunkBytes;
   }
-  const int tiles = problem.token_tiles * problem.column_tiles;
-  const int grid = std::min(tiles, num_sms() * config.ctas_per_sm);
+  const int clusters = std::min(problem.token_units * problem.column_units,
+                                num_sms() * config.ctas_per_sm / kCluster);
   // The operand's rows behind few tokens are read too, also behind the last stage's tokens.
   const int behind = (kTileTokens - problem.stage_tokens) * sm90::kSwizzleRow;
   const int weight_ring = problem.stages * kBlocks * kN * sm90::kSwizzleRow;
-  const int smem = sm90::kSwizzleAtom + problem.stages * stage_bytes + staging_bytes +
-                   std::max(0, behind - weight_ring);
-  MINIVLLM_LAUNCH(gemm_kernel<T, kWarpgroups, kN, kBlocks>, dim3(grid), dim3(kThreads<kTokens, kN>),
-                  smem, stream, problem);
+  problem.barriers =
+      problem.stages * stage_bytes + staging_bytes + std::max(0, behind - weight_ring);
+  const int smem = problem.barriers + 2 * problem.stages * static_cast<int>(sizeof(uint64_t));
+  const auto kernel = gemm_kernel<T, kWarpgroups, kN, kBlocks, kCluster>;
+  // An SM cannot change its split of L1 and shared memory while it works: with the largest share
+  // the next kernel's CTAs fit in beside these.
+  MINIVLLM_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                      cudaFuncAttributePreferredSharedMemoryCarveout,
+                                      cudaSharedmemCarveoutMaxShared));
+  MINIVLLM_LAUNCH(kernel, dim3(clusters * kCluster), dim3(kThreads<kTokens, kN>), smem, stream,
+                  problem);
 }
 
-template <typename T, int kWarpgroups, int kN, int kBlocks>
+template <typename T, int kWarpgroups, int kN, int kBlocks, int kCluster>
 struct Instance {
   static bool matches(const GemmConfig& config) {
     return config.warpgroups == kWarpgroups && config.columns == kN &&
-           config.stage_blocks == kBlocks;
+           config.stage_blocks == kBlocks && (config.sharing == Sharing::kNone ? 1 : 2) == kCluster;
   }
   static void launch(const LinearParams& p, const GemmConfig& config, Stream stream) {
-    launch_instance<T, kWarpgroups, kN, kBlocks>(p, config, stream);
+    launch_instance<T, kWarpgroups, kN, kBlocks, kCluster>(p, config, stream);
   }
 };
 
@@ -301,14 +380,18 @@ void launch_gemm(const LinearParams& p, const GemmConfig& config, Stream stream)
         ((instances.matches(config) && (instances.launch(p, config, stream), true)) || ...);
     if (!found) throw std::invalid_argument("no such instance of the matrix product");
   };
-  run(Instance<T, 1, 16, 1>{}, Instance<T, 1, 16, 4>{}, Instance<T, 1, 16, 8>{},
-      Instance<T, 1, 24, 1>{}, Instance<T, 1, 24, 4>{}, Instance<T, 1, 24, 8>{},
-      Instance<T, 1, 32, 1>{}, Instance<T, 1, 32, 4>{}, Instance<T, 1, 32, 8>{},
-      Instance<T, 1, 48, 1>{}, Instance<T, 1, 48, 4>{}, Instance<T, 1, 64, 1>{},
-      Instance<T, 1, 64, 2>{}, Instance<T, 1, 64, 4>{}, Instance<T, 1, 96, 1>{},
-      Instance<T, 1, 128, 1>{}, Instance<T, 2, 32, 1>{}, Instance<T, 2, 48, 1>{},
-      Instance<T, 2, 64, 1>{}, Instance<T, 2, 96, 1>{}, Instance<T, 2, 128, 1>{},
-      Instance<T, 2, 192, 1>{}, Instance<T, 2, 256, 1>{});
+  run(Instance<T, 1, 16, 1, 1>{}, Instance<T, 1, 16, 4, 1>{}, Instance<T, 1, 16, 8, 1>{},
+      Instance<T, 1, 24, 1, 1>{}, Instance<T, 1, 24, 4, 1>{}, Instance<T, 1, 24, 8, 1>{},
+      Instance<T, 1, 32, 1, 1>{}, Instance<T, 1, 32, 4, 1>{}, Instance<T, 1, 32, 8, 1>{},
+      Instance<T, 1, 48, 1, 1>{}, Instance<T, 1, 48, 4, 1>{}, Instance<T, 1, 64, 1, 1>{},
+      Instance<T, 1, 64, 2, 1>{}, Instance<T, 1, 64, 4, 1>{}, Instance<T, 1, 96, 1, 1>{},
+      Instance<T, 1, 128, 1, 1>{}, Instance<T, 2, 64, 1, 1>{}, Instance<T, 2, 96, 1, 1>{},
+      Instance<T, 2, 128, 1, 1>{}, Instance<T, 2, 192, 1, 1>{}, Instance<T, 2, 256, 1, 1>{},
+      Instance<T, 1, 16, 4, 2>{}, Instance<T, 1, 24, 4, 2>{}, Instance<T, 1, 32, 4, 2>{},
+      Instance<T, 1, 48, 4, 2>{}, Instance<T, 1, 64, 2, 2>{}, Instance<T, 1, 96, 1, 2>{},
+      Instance<T, 1, 128, 1, 2>{}, Instance<T, 2, 32, 1, 2>{}, Instance<T, 2, 64, 1, 2>{},
+      Instance<T, 2, 96, 1, 2>{}, Instance<T, 2, 128, 1, 2>{}, Instance<T, 2, 192, 1, 2>{},
+      Instance<T, 2, 256, 1, 2>{});
 }
 
 }  // namespace minivllm::cuda::gemm

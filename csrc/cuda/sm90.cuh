@@ -76,6 +76,26 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
+// ---- clusters -------------------------------------------------------------------------------
+
+// All threads of all CTAs of the cluster; what they wrote to shared memory before can be seen
+// after.
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// A shared address of this CTA as that of the same thing in another CTA of the cluster.
+__device__ __forceinline__ uint32_t map_to_rank(uint32_t address, uint32_t rank) {
+  uint32_t mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+// Arrives at another CTA's barrier. Without a scope on purpose: a release at cluster scope costs a
+// fence of the whole card, and what is handed back here was only read.
+__device__ __forceinline__ void mbarrier_arrive_remote(uint32_t mapped_barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped_barrier) : "memory");
+}
+
 // ---- bulk tensor copies ---------------------------------------------------------------------
 
 __device__ __forceinline__ uint64_t evict_first_policy() {
@@ -106,6 +126,19 @@ __device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(destination),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
+      : "memory");
+}
+
+// The same to the same place in every CTA of the cluster whose rank's bit is set in ranks; counted
+// by each one's own barrier.
+__device__ __forceinline__ void tma_load_multicast(uint32_t destination, const CUtensorMap* map,
+                                                   uint32_t barrier, int c0, int c1, int c2,
+                                                   uint16_t ranks, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(
+          destination),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(ranks), "l"(policy)
       : "memory");
 }
 
@@ -185,6 +218,16 @@ inline CUtensorMap k_block_map(const void* matrix, DType dtype, int64_t rows, in
   const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_stride) * 2, kSwizzleRow};
   const cuuint32_t box[3] = {kBlock, static_cast<cuuint32_t>(box_rows),
                              static_cast<cuuint32_t>(box_blocks)};
+  return encode_tensor_map(matrix, dtype, 3, sizes, strides, box);
+}
+
+// The same matrix for boxes of one k-block, as [1][rows][k].
+inline CUtensorMap flat_map(const void* matrix, DType dtype, int64_t rows, int64_t k,
+                            int64_t row_stride, int box_rows) {
+  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(rows), 1};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_stride) * 2,
+                                 static_cast<cuuint64_t>(row_stride) * 2};
+  const cuuint32_t box[3] = {kSwizzleRow / 2, static_cast<cuuint32_t>(box_rows), 1};
   return encode_tensor_map(matrix, dtype, 3, sizes, strides, box);
 }
 

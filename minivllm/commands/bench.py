@@ -7,16 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from minivllm.commands.options import check_device
+
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write down."""
     if args.runs < 1:
         raise ValueError(f"--runs must be at least 1, not {args.runs}")
     from minivllm import bench
-    from minivllm.intake import choose_device
     from minivllm.random_model import model_path
 
-    device = choose_device(args.device).type
+    device = check_device(args.device)
     names = bench.choose(args.workloads, device)
     path = model_path(args.model)
     if not args.json:
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
             print(bench.line(name, figure), flush=True)
 
     figures = bench.run_minivllm(path, names, args.runs, device, told)
-    result = bench.header("minivllm", args.model, args.commit)
+    result = bench.header("minivllm", args.model, device, args.commit)
     result["workloads"] = figures
     if args.json:
         print(json.dumps(result, indent=2))

@@ -21,7 +21,7 @@ Found = Callable[[Job, "Generation"], None]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer the prompts; 1 where one of them ended with an error."""
+    """Answer the prompts; 1 where one of them ended with an error, 2 where all were refused."""
     if args.output is not None and args.format == "text":
         raise ValueError("--output holds JSONL: leave --format text out")
     jobs = read_jobs(args.prompts, args.input, args.jsonl, args.whole, args.chat, sampling(args))
@@ -45,11 +45,12 @@ def run(args: argparse.Namespace) -> int:
 def _print(args: argparse.Namespace, jobs: list[Job]) -> int:
     """Write to standard output, in the prompts' order."""
     waiting: dict[int, tuple[Job, Generation]] = {}
-    shown, failed = 0, 0
+    shown = failed = refused = 0
 
     def found(job: Job, generation: Generation) -> None:
-        nonlocal shown, failed
+        nonlocal shown, failed, refused
         failed += generation.error is not None
+        refused += not generation.samples
         waiting[job.index] = (job, generation)
         while shown in waiting:
             show(*waiting.pop(shown))
@@ -59,8 +60,8 @@ def _print(args: argparse.Namespace, jobs: list[Job]) -> int:
         if args.format == "jsonl":
             print(json.dumps(_entry(job, generation), ensure_ascii=False), flush=True)
             return
-        if not generation.samples:  # it was refused before it began
-            print(flush=True)
+        if not generation.samples and len(jobs) > 1:  # it was refused before it began
+            print(f"==> {job.index} <==", flush=True)
         for sample in generation.samples:
             if len(jobs) > 1 or len(generation.samples) > 1:
                 number = f"{job.index}.{sample.sample}" if len(generation.samples) > 1 else str(job.index)
@@ -71,7 +72,7 @@ def _print(args: argparse.Namespace, jobs: list[Job]) -> int:
 
     with make_engine(args, progress=args.progress) as engine:
         answer(engine, jobs, found, progress=args.progress)
-    return 1 if failed else 0
+    return 2 if refused == len(jobs) else 1 if failed else 0
 
 
 def _entry(job: Job, generation: Generation) -> dict[str, Any]:

@@ -133,10 +133,9 @@ class ResultFile:
     def __init__(self, path: Path, keys: Sequence[str]) -> None:
         self._path, self._keys = path, keys
         self.done: dict[int, bool] = {}  # index: whether it is an answer rather than an error
-        kept = self._check() if path.is_file() else 0
-        self._file: IO[bytes] = path.open("r+b" if path.is_file() else "w+b")
-        self._file.truncate(kept)
-        self._file.seek(0, os.SEEK_END)
+        self._file: IO[bytes] | None = None  # opened at the first result, so that a run that fails at once leaves none
+        if path.is_file():
+            os.truncate(path, self._check())
 
     def _check(self) -> int:
         """Read what is there; return how many bytes of it stay."""
@@ -161,6 +160,8 @@ class ResultFile:
 
     def write(self, index: int, entry: dict[str, Any]) -> None:
         """Append a result."""
+        if self._file is None:
+            self._file = self._path.open("ab")
         line = json.dumps({**entry, "key": self._keys[index]}, ensure_ascii=False)
         self._file.write(line.encode("utf-8", "backslashreplace") + b"\n")
         self._file.flush()
@@ -168,7 +169,8 @@ class ResultFile:
 
     def close(self) -> None:
         """Close the file; once every result is there, put them in the prompts' order."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if len(self.done) < len(self._keys):
             return
         lines = self._path.read_bytes().splitlines(keepends=True)

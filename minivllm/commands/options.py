@@ -81,10 +81,21 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_device(device: str | None) -> str:
+    """Return "cpu" or "cuda"; ValueError for a device that is not here."""
+    from minivllm.intake import choose_device
+
+    try:
+        return choose_device(device).type
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+
+
 def make_engine(args: argparse.Namespace, progress: bool = False, **defaults: Any) -> BatchEngine:
     """Build the engine that the flags describe; ``defaults`` stand in for flags that were not given."""
     from minivllm.engine import BatchEngine
 
+    check_device(args.device)
     names = [
         "device",
         "dtype",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -13,7 +12,7 @@ from minivllm import __version__
 from minivllm.aio import AsyncHandle
 from minivllm.plain import finite, plain_logprobs
 from minivllm.request import Delta, Generation, Logprob, Logprobs, SamplingParams
-from minivllm.server.gate import error_body
+from minivllm.server.gate import dumps, error_body
 from minivllm.tokenizer import Tokenizer
 
 
@@ -225,7 +224,7 @@ def fault(reason: str | None, error: str | None) -> tuple[int, dict[str, Any]]:
     return 500, error_body(error or "The request failed.", "server_error")
 
 
-async def events(handle: AsyncHandle, answer: Answer, include_usage: bool) -> AsyncIterator[str]:
+async def events(handle: AsyncHandle, answer: Answer, include_usage: bool) -> AsyncIterator[bytes]:
     """Write a stream of server-sent events; when its reader leaves, the requests are cancelled."""
     extra = {"usage": None} if include_usage else {}
     try:
@@ -242,11 +241,11 @@ async def events(handle: AsyncHandle, answer: Answer, include_usage: bool) -> As
         else:
             if include_usage:
                 yield event({**answer.frame([]), "usage": usage(await handle.result())})
-        yield "data: [DONE]\n\n"
+        yield b"data: [DONE]\n\n"
     finally:
         handle.cancel()
 
 
-def event(data: Mapping[str, Any]) -> str:
+def event(data: Mapping[str, Any]) -> bytes:
     """Return one server-sent event."""
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return b"data: " + dumps(data) + b"\n\n"

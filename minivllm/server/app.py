@@ -11,14 +11,15 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from minivllm import __version__
 from minivllm.aio import AsyncEngine, AsyncHandle
 from minivllm.request import EngineClosedError, Generation, SamplingParams
 from minivllm.server.answers import Answer, ChatAnswer, CompletionAnswer, events, fault
-from minivllm.server.gate import Gate, error_body
+from minivllm.server.gate import Gate, Json, error_body
+from minivllm.server.live import register_live
 from minivllm.server.metrics import Metrics
 from minivllm.server.protocol import BadRequestError, Body, ChatBody, CompletionBody
 
@@ -128,8 +129,8 @@ class Service:
             for reason in ("error", "cancelled"):
                 if reason in reasons:
                     status, content = fault(reason, generation.error)
-                    return JSONResponse(content, status)
-        return JSONResponse(answer.whole(generations))
+                    return Json(content, status)
+        return Json(answer.whole(generations))
 
 
 async def _result(request: Request, handle: AsyncHandle) -> list[Generation]:
@@ -170,7 +171,7 @@ def create_app(
     model_names : sequence of str
         Names that requests may call the model by; the first is listed.
     api_key : str, optional
-        Wanted as a bearer token in front of every route but /health.
+        Wanted as a bearer token in front of every route but /health and the empty live page.
     max_queue : int
         Samples that may wait for a slot; what comes beyond them is answered 429.
     max_body_bytes : int
@@ -195,6 +196,7 @@ def create_app(
     _add_errors(app)
     _add_answers(app, service)
     _add_views(app, service)
+    register_live(app, engine, service.names[0])
     return app
 
 
@@ -238,7 +240,7 @@ def _add_views(app: FastAPI, service: Service) -> None:
     async def health() -> Response:
         """Say whether requests are served."""
         alive = service.engine.alive
-        return JSONResponse({"status": "ok" if alive else "closed"}, 200 if alive else 503)
+        return Json({"status": "ok" if alive else "closed"}, 200 if alive else 503)
 
     @app.get("/metrics", response_model=None)
     def metrics() -> Response:  # not a coroutine: it waits for the running step
@@ -252,17 +254,17 @@ def _add_errors(app: FastAPI) -> None:
         kinds = {404: "not_found_error", 429: "rate_limit_error", 503: "server_error"}
         kind = kinds.get(error.status, "invalid_request_error")
         headers = {"Retry-After": "1"} if error.status == 429 else None
-        return JSONResponse(error_body(str(error), kind, error.param, error.code), error.status, headers)
+        return Json(error_body(str(error), kind, error.param, error.code), error.status, headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return JSONResponse(_describe(error), 400)
+        return Json(_describe(error), 400)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         text = f"There is no {request.url.path} here." if error.status_code == 404 else str(error.detail)
         content = error_body(text, "invalid_request_error", code="body_too_long" if error.status_code == 413 else None)
-        return JSONResponse(content, error.status_code, error.headers)
+        return Json(content, error.status_code, error.headers)
 
     @app.exception_handler(ClientGoneError)
     async def gone(request: Request, error: ClientGoneError) -> Response:
@@ -270,7 +272,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return JSONResponse(error_body("The server failed at this request.", "server_error"), 500)
+        return Json(error_body("The server failed at this request.", "server_error"), 500)
 
 
 def _describe(error: RequestValidationError) -> dict[str, Any]:

@@ -59,6 +59,7 @@ def serve(
             timeout_graceful_shutdown=GRACE_SECONDS,
         )
         server = uvicorn.Server(config)
+        app.state.stopping = lambda: server.should_exit  # asked by streams that would not end by themselves
         # uvicorn stops at a signal and then raises it again, for handlers that were there before; these do nothing.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)

@@ -20,11 +20,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 NONE, RESIDUAL, SILU_MUL = range(3)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# warpgroups, columns, k-blocks a stage: the instances of csrc/cuda/gemm_sm90.cuh
+# warpgroups, columns, k-blocks a stage, CTAs of a cluster: the instances of csrc/cuda/gemm_sm90.cuh
 INSTANCES = [
-    *[(1, n, b) for n in (16, 24, 32) for b in (1, 4, 8)],
-    *[(1, 48, 1), (1, 48, 4), (1, 64, 1), (1, 64, 2), (1, 64, 4), (1, 96, 1), (1, 128, 1)],
-    *[(2, n, 1) for n in (32, 48, 64, 96, 128, 192, 256)],
+    *[(1, n, b, 1) for n in (16, 24, 32) for b in (1, 4, 8)],
+    *[(1, n, b, 1) for n, b in ((48, 1), (48, 4), (64, 1), (64, 2), (64, 4), (96, 1), (128, 1))],
+    *[(2, n, 1, 1) for n in (64, 96, 128, 192, 256)],
+    *[(1, n, b, 2) for n, b in ((16, 4), (24, 4), (32, 4), (48, 4), (64, 2), (96, 1), (128, 1))],
+    *[(2, n, 1, 2) for n in (32, 64, 96, 128, 192, 256)],
 ]
 WRAPPER = """
 #include <cstdio>
@@ -41,7 +43,9 @@ extern "C" int gemm(void* out, const void* x, const void* weight, const void* bi
     const Stream s = static_cast<Stream>(stream);
     if (!cuda::linear_supported(p)) return 2;
     if (config == nullptr) {{ cuda::linear(p, s); return 0; }}
-    const cuda::GemmConfig c = {{config[0], config[1], config[2], config[3], config[4], config[5]}};
+    const cuda::GemmConfig c = {{config[0], config[1], config[2], config[3], config[4], config[5],
+                                config[6] != 0,
+                                static_cast<cuda::Sharing>(config[7])}};
     if (p.dtype == DType::kBFloat16) cuda::launch_gemm_bf16(p, c, s); else cuda::launch_gemm_fp16(p, c, s);
     return 0;
   }} catch (const std::exception& e) {{ fprintf(stderr, "%s\\n", e.what()); return 1; }}
@@ -50,9 +54,11 @@ extern "C" void chosen(int64_t num_tokens, int64_t n, int64_t k, int* config) {{
   LinearParams p = {{}};
   p.num_tokens = num_tokens; p.n = n; p.k = k; p.dtype = p.out_dtype = DType::kBFloat16;
   const cuda::GemmConfig c = cuda::choose_gemm_config(p, 132);
-  const int values[6] = {{c.warpgroups,  c.columns,        c.stage_blocks,
-                         c.ring_bytes, c.prefetch_bytes, c.ctas_per_sm}};
-  for (int i = 0; i < 6; ++i) config[i] = values[i];
+  const int values[8] = {{c.warpgroups,  c.columns,        c.stage_blocks,
+                         c.ring_bytes, c.prefetch_bytes, c.ctas_per_sm,
+                         c.flat,
+                         static_cast<int>(c.sharing)}};
+  for (int i = 0; i < 8; ++i) config[i] = values[i];
 }}
 """
 
@@ -94,7 +100,7 @@ class Gemm:
 
     def __call__(self, out, x, weight, bias=None, epilogue=NONE, config=None) -> None:
         n, k = weight.shape
-        values = None if config is None else (ctypes.c_int * 6)(*config)
+        values = None if config is None else (ctypes.c_int * 8)(*config)
         status = self.library.gemm(
             out.data_ptr(),
             x.data_ptr(),
@@ -115,7 +121,7 @@ class Gemm:
             raise RuntimeError(f"gemm failed with {status}: {tuple(x.shape)} {tuple(weight.shape)} {config}")
 
     def chosen(self, m: int, n: int, k: int) -> tuple[int, ...]:
-        values = (ctypes.c_int * 6)()
+        values = (ctypes.c_int * 8)()
         self.library.chosen(m, n, k, values)
         return tuple(values)
 
@@ -160,10 +166,12 @@ def check_shape(gemm: Gemm, n: int, k: int, dtype: torch.dtype, tokens: list[int
         configs: list[tuple[int, ...] | None] = [None]
         if instances:
             configs += [
-                (*i, ring * 1024, prefetch * 1024, per_sm)
+                (*i[:3], ring * 1024, prefetch * 1024, per_sm, flat, sharing)
                 for i in INSTANCES
-                for ring, prefetch, per_sm in ((192, 0, 1), (90, 50, 2))
+                for ring, prefetch, per_sm, flat in ((192, 0, 1, 0), (90, 50, 2, 1))
+                for sharing in ((0,) if i[3] == 1 else (1, 2))
                 if (k // 64) % i[2] == 0 and (i[0] == 1 or m > 64)
+                if not (sharing == 1 and i[2] == 1 and m <= 8)
             ]
         for config in configs:
             where = f"n={n} k={k} m={m} {dtype} {config}"
@@ -200,10 +208,10 @@ def main() -> None:
     for n, k in ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)):
         checks += check_shape(gemm, n, k, torch.bfloat16, odd, instances=False)
     checks += check_shape(gemm, 128256, 2048, torch.bfloat16, [1, 9, 64, 130, 256], instances=False)
-    for n, k in ((576, 576), (960, 576), (3072, 576), (576, 1536), (49152, 576), (8, 64), (1000, 192)):
+    for n, k in ((576, 576), (960, 576), (3072, 576), (576, 1536), (49152, 576), (16, 64), (1008, 192)):
         checks += check_shape(gemm, n, k, torch.bfloat16, [1, 7, 33, 65, 200, 512], instances=False)
     for dtype in (torch.bfloat16, torch.float16):
-        checks += check_shape(gemm, 1000, 1024, dtype, [1, 9, 31, 64, 65, 129, 300], instances=True)
+        checks += check_shape(gemm, 1008, 1024, dtype, [1, 9, 31, 64, 65, 129, 300], instances=True)
         checks += check_shape(gemm, 4096, 512, dtype, [3, 64, 700], instances=True)
     torch.cuda.synchronize()
     print(f"{checks} checks passed in {time.time() - start:.0f} s")

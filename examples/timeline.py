@@ -1,0 +1,49 @@
+"""Run more prompts than there are slots and draw who was where when.
+
+    python examples/timeline.py [FOLDER] [MODEL]
+
+Writes timeline.png (needs matplotlib) and trace.json, which https://ui.perfetto.dev opens, into FOLDER.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from demo_model import demo_model
+
+from minivllm import BatchEngine, SamplingParams
+
+STORY = "A long time ago a ship sailed from the harbour with twelve sailors, a cat and a map that nobody could read. "
+PROMPTS = [
+    "The largest planet is",
+    STORY * 6 + "The cat",
+    "Water boils at",
+    STORY * 3 + "The map",
+    "In the year 1969",
+    "A poem about rain:",
+    STORY * 9 + "The captain",
+    "The opposite of hot is",
+]
+LENGTHS = [40, 24, 60, 30, 50, 70, 36, 16]  # tokens that each may draw
+
+
+def main() -> None:
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+    model = sys.argv[2] if len(sys.argv) > 2 else demo_model()
+    # Few tokens a step, so that long prompts are cut into chunks and the others decode beside them.
+    with BatchEngine(model, num_slots=3, max_step_tokens=48) as engine:
+        engine.generate(PROMPTS, [SamplingParams(max_tokens=n, ignore_eos=True) for n in LENGTHS])
+        steps = list(engine.timeline)
+        decode = sum(row.num_tokens for step in steps for row in step.rows if row.phase == "decode")
+        prefill = sum(row.num_tokens for step in steps for row in step.rows if row.phase == "prefill")
+        print(
+            f"{len(steps)} steps: {prefill} prompt tokens, {decode} tokens decoded, {engine.stats.cached_tokens} cached"
+        )
+        engine.timeline.plot().savefig(folder / "timeline.png", dpi=120)
+        engine.timeline.save(folder / "trace.json")
+        print(f"see {folder / 'timeline.png'} and {folder / 'trace.json'}")
+
+
+if __name__ == "__main__":
+    main()
