@@ -24,7 +24,8 @@ class Choices:
 
     def __init__(self, engine: BatchEngine, texts: list[str], prompt_length: int) -> None:
         self.end = engine.config.eos_token_ids[0]
-        self.options = [engine.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        begin = len(engine.tokenizer.encode(""))  # tokens that some tokenizers put before every text
+        self.options = [engine.tokenizer.encode(text)[begin:] for text in texts]
         self.prompt_length = prompt_length
 
     def __call__(self, token_ids: list[int], logits: torch.Tensor) -> None:
@@ -46,10 +47,8 @@ def main() -> None:
             prompts.append(prompt)
             params.append(SamplingParams(max_tokens=8, logits_fn=choices, logprobs=0))
         for question, answer in zip(QUESTIONS, engine.generate(prompts, params), strict=True):
-            token = answer.token_ids[0]
-            print(
-                f"{question:24} {answer.text:12} (probability among the choices {math.exp(answer.logprobs[0][token].logprob):.2f})"
-            )
+            first = answer.logprobs[0][answer.token_ids[0]]
+            print(f"{question:22} {answer.text:12} (by itself it began so with {math.exp(first.logprob):.0%})")
 
 
 if __name__ == "__main__":

@@ -12,16 +12,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from minivllm.aio import AsyncEngine
     from minivllm.engine import BatchEngine
     from minivllm.handle import Handle
     from minivllm.request import Delta, Generation, SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["BatchEngine", "Delta", "Generation", "Handle", "SamplingParams", "__version__"]
+__all__ = ["AsyncEngine", "BatchEngine", "Delta", "Generation", "Handle", "SamplingParams", "__version__"]
 
 # Imported at first use, so that `import minivllm` costs nothing and the command line answers --help at once.
 _HOMES = {
+    "AsyncEngine": "minivllm.aio",
     "BatchEngine": "minivllm.engine",
     "Delta": "minivllm.request",
     "Generation": "minivllm.request",

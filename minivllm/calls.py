@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -92,7 +93,7 @@ class Calls:
     _inbox: deque[list[Request]]
     _cancelled: deque[Request]
     _lock: FairLock
-    _add_lock: FairLock
+    _add_lock: threading.Lock
 
     if TYPE_CHECKING:
 

@@ -65,7 +65,8 @@ def _build() -> list[Check]:
         _extension.load()
         good = _kernels_answer(torch.device("cpu"))
     except Exception as error:  # whatever it is, it is what the doctor was asked about
-        return [built._replace(state="wrong", advice=str(error))]
+        advice = str(error) if isinstance(error, ImportError) else f"{error}; {_AGAIN}"
+        return [built._replace(state="wrong", advice=advice)]
     if good:
         return [built, Check("kernels", "well", "the CPU's answer")]
     return [built, Check("kernels", "wrong", "the CPU's give wrong numbers", _AGAIN)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -134,7 +135,7 @@ class BatchEngine(Calls, Views):
         self._counts: Counter[str] = Counter()
         self._next_ordinal = 0
         self._lock = FairLock()
-        self._add_lock = FairLock()
+        self._add_lock = threading.Lock()
         self._in_turn = False
         self._half_done = False  # a turn was interrupted: the stores may disagree
         self._closed = False
@@ -252,6 +253,7 @@ class BatchEngine(Calls, Views):
 
         Without ``repair`` an Exception means that the caller was refused before anything changed: others go on.
         """
+        depth = self._lock.depth
         try:
             with self._lock:
                 if self._closed:
@@ -273,6 +275,7 @@ class BatchEngine(Calls, Views):
                 finally:
                     self._in_turn = False
         finally:
+            self._lock.restore(depth)  # an interrupt can come just before the lock is given up
             if self._cancelled:  # during the turn, by another thread that did not wait for its end
                 self._end_cancelled(wait=False)
 
@@ -295,7 +298,14 @@ class BatchEngine(Calls, Views):
         self._half_done = False
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError if any rule between slots, queue, blocks and block table is broken."""
+        """Raise IntegrityError if any rule between slots, queue, blocks and block table is broken.
+
+        Examples
+        --------
+        >>> _ = engine.submit([1, 2, 3]), engine.step(), engine.check_integrity()
+        >>> len(engine.free_blocks) + (engine.block_table >= 0).sum() == engine.stats.blocks_total, len(engine.queue)
+        (True, 0)
+        """
         with self._lock:
             with self._turn():
                 self._take_inbox()
@@ -303,7 +313,15 @@ class BatchEngine(Calls, Views):
                 check(self._scheduler, self._requests.values())
 
     def close(self) -> None:
-        """Cancel what is left and give all device memory back. A second call does nothing."""
+        """Cancel what is left and give all device memory back. A second call does nothing.
+
+        Examples
+        --------
+        >>> handle = engine.submit([1, 2, 3])
+        >>> engine.close()
+        >>> handle.result().finish_reason
+        'cancelled'
+        """
         with self._lock:
             if self._closed:
                 return

@@ -65,7 +65,15 @@ class Handle:
         return self._engine._deltas([self._request])
 
     def cancel(self) -> None:
-        """End it now, wherever it is; what it has is kept as the result. Nothing happens where it has ended."""
+        """End it now, wherever it is; what it has is kept as the result. Nothing happens where it has ended.
+
+        Examples
+        --------
+        >>> handle = engine.submit([1, 2, 3])
+        >>> handle.cancel()
+        >>> handle.done, handle.result().finish_reason
+        (True, 'cancelled')
+        """
         self._engine._cancel([self._request])
 
     def fork(self, k: int = 1) -> list[Handle]:
@@ -78,6 +86,13 @@ class Handle:
         ------
         ValueError
             ``k`` below 1, or the request has ended.
+
+        Examples
+        --------
+        >>> handle = engine.submit([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
+        >>> _ = engine.step()
+        >>> [branch.result().token_ids == handle.result().token_ids for branch in handle.fork(2)]  # greedy
+        [True, True]
         """
         return self._engine._fork(self._request, k)
 

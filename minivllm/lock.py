@@ -23,12 +23,12 @@ class FairLock:
     def acquire(self, blocking: bool = True) -> bool:
         """Take the lock; without ``blocking`` return False at once where another thread holds it."""
         me = threading.get_ident()
-        before = self._depth if self._owner == me else 0
+        before = self.depth
         try:
             # Without blocking not even for the mutex: the collector may call from inside this very block.
-            if not self._mutex.acquire(blocking):
+            if not blocking and self._mutex.locked():
                 return False
-            try:
+            with self._mutex:
                 if self._owner is None or self._owner == me:
                     self._owner = me
                     self._depth += 1
@@ -38,16 +38,20 @@ class FairLock:
                 gate = threading.Lock()
                 gate.acquire()
                 self._waiters.append((me, gate))
-            finally:
-                self._mutex.release()
             gate.acquire()
             return True
         except BaseException:
-            self._restore(me, before)
+            self.restore(before)
             raise
 
-    def _restore(self, me: int, depth: int) -> None:
-        """Give up what an interrupted thread asked for or was handed."""
+    @property
+    def depth(self) -> int:
+        """How often the calling thread holds it."""
+        return self._depth if self._owner == threading.get_ident() else 0
+
+    def restore(self, depth: int) -> None:
+        """Give up what an interrupted thread asked for or was handed beyond ``depth``."""
+        me = threading.get_ident()
         with self._mutex:
             for waiter in [w for w in self._waiters if w[0] == me]:
                 self._waiters.remove(waiter)
@@ -61,20 +65,21 @@ class FairLock:
             if self._depth > 0:
                 return
             if self._waiters:
-                self._owner, gate = self._waiters.popleft()
+                # No call in between, where an interrupt could come and the waiter be forgotten.
+                self._owner, gate = self._waiters[0]
                 self._depth = 1
+                del self._waiters[0]
                 gate.release()
             else:
                 self._owner = None
 
     def __enter__(self) -> FairLock:
-        me = threading.get_ident()
-        before = self._depth if self._owner == me else 0
+        before = self.depth
         try:
             self.acquire()
             return self
         except BaseException:
-            self._restore(me, before)
+            self.restore(before)
             raise
 
     def __exit__(

@@ -128,8 +128,6 @@ class Sequence:
         self.scheduled = 0
         self.nodes.clear()
         self.state = "queued"
-        if self.logprobs is not None:  # an interrupt can fall between a token and its log probabilities: draw it again
-            del self.tokens[self.prompt_len + len(self.logprobs) :]
 
     def rebuild_text(self) -> str | None:
         """Bring tokens, log probabilities and text in step again, as after an interrupt half-way.

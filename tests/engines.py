@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import lru_cache
@@ -83,7 +84,7 @@ class FakeModel:
         self.forwards += 1
         if self.before is not None:
             self.before()
-        kv = cache.kv[0, :, 0, 0, :, 0].numpy()  # [num_blocks, block_size], a view
+        kv = cache.kv[0, :, 0, 0].numpy()  # [num_blocks, block_size, 2]: the token, and a mark of all up to it
         table, size = cache.block_table.numpy(), kv.shape[1]
         slots, positions = inputs.slots.numpy(), inputs.positions.numpy()
         tokens = inputs.token_ids.numpy()
@@ -91,16 +92,21 @@ class FakeModel:
         blocks = table[slots, positions // size]
         assert (blocks >= 0).all(), "a token without a block"
         assert (tokens >= 0).all(), "a slot without a last token"
-        kv[blocks, positions % size] = tokens
-        kinds = np.zeros(len(tokens), np.int64)
-        rows = range(len(tokens)) if keep_all or inputs.sample_rows is None else inputs.sample_rows.tolist()
-        for row in rows:
-            end = int(positions[row]) + 1
-            held = table[slots[row], : -(-end // size)]
-            history = kv[held].reshape(-1)[:end]
-            assert not np.isnan(history).any(), "a place of the KV cache that nobody wrote"
-            kinds[row] = kind_of(history)
-        hidden = torch.from_numpy(kinds).float()[:, None]
+        kv[blocks, positions % size, 0] = tokens
+        starts = list(range(inputs.num_decode + 1))
+        if inputs.q_starts is not None:
+            starts += [inputs.num_decode + n for n in inputs.q_starts.tolist()[1:]]
+        marks = np.zeros(len(tokens), np.int64)
+        for first, last in itertools.pairwise(starts):  # a decode row, or a run of prompt tokens
+            end = int(positions[last - 1]) + 1
+            before = end - (last - first)
+            history = kv[table[slots[first], : -(-end // size)]].reshape(-1, 2)[:end]
+            assert not np.isnan(history[:, 0]).any(), "a place of the KV cache that nobody wrote"
+            right = np.cumsum(history[:, 0].astype(np.int64) * _tables()[0][:end]) % _KINDS
+            assert (history[:before, 1] == right[:before]).all(), "a block that was computed after another text"
+            marks[first:last] = right[before:]
+        kv[blocks, positions % size, 1] = marks
+        hidden = torch.from_numpy(marks).float()[:, None]
         return hidden if keep_all or inputs.sample_rows is None else hidden[inputs.sample_rows.long()]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

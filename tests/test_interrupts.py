@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import os
 import random
 import signal
 import sys
@@ -11,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from engines import fake_answer, fake_engine, greedy
+from engines import assert_empty, fake_answer, fake_engine, greedy
 
 import minivllm
 from minivllm.lock import FairLock
@@ -86,10 +87,8 @@ def calls(engine):
 
 
 def look_afterwards(engine, earlier):
-    assert not engine._lock._owner and not engine._add_lock._owner, "a lock is still held"
+    assert not engine._lock._owner and not engine._add_lock.locked(), "a lock is still held"
     engine.check_integrity()
-    assert [v.request_id for v in engine.slots] == [None] * engine.sizes.num_slots
-    assert sorted(engine.free_blocks) == list(range(engine.sizes.num_blocks))
     for handle, prompt, params in earlier:  # an interrupt ends nobody else's request, and changes no answer
         answer = handle.result()
         tokens, why = fake_answer(prompt, params, params.seed or 0)
@@ -97,8 +96,10 @@ def look_afterwards(engine, earlier):
         assert answer.logprobs is None or [next(iter(d)) for d in answer.logprobs] == tokens
     [answer] = engine.generate([B], HOT)
     assert answer.token_ids == fake_answer(B, HOT, 3)[0]
-    engine.check_integrity()
-    assert engine.queue == [] and not engine._requests, "something waits that nobody will read"
+    for _ in range(40):  # a handle that was at hand when the interrupt came goes on
+        engine.step()
+    assert_empty(engine)
+    assert not engine._requests, "something waits for ever"
 
 
 def run_interrupted(stop_at: int) -> Tracer:
@@ -124,10 +125,10 @@ def test_an_interrupt_at_any_instruction():
     """Raise KeyboardInterrupt at every place of the package where CPython could deliver one."""
     everything = run_interrupted(-1)
     rng = random.Random(1)
-    # Each place in the code the first time it is passed, and another time.
+    # Each place in the code the first time it is passed, and another time; a part of them in an ordinary run.
     stops = sorted({n for numbers in everything.places.values() for n in (numbers[0], rng.choice(numbers))})
-    assert len(stops) > 500
-    for stop in stops:
+    assert len(stops) > 1000
+    for stop in stops if "EVERY_INTERRUPT" in os.environ else rng.sample(stops, 250):
         run_interrupted(stop)
 
 
@@ -144,7 +145,7 @@ def test_real_signals_at_random_moments():
     before = signal.signal(signal.SIGVTALRM, handler)
     hits = 0
     try:
-        for _ in range(250):
+        for _ in range(150):
             try:
                 signal.setitimer(signal.ITIMER_VIRTUAL, rng.uniform(1e-4, 1.2e-2))
                 calls(engine)
@@ -153,8 +154,9 @@ def test_real_signals_at_random_moments():
                 hits += 1
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             engine.check_integrity()
-            assert [v.request_id for v in engine.slots] == [None, None]
-            assert sorted(engine.free_blocks) == list(range(9))
+            for _ in range(40):  # what was in a caller's hand as the signal came goes on
+                engine.step()
+            assert_empty(engine)
             assert engine.generate([A], HOT)[0].token_ids == want
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)

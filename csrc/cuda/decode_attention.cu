@@ -2,7 +2,7 @@
 //
 // The query heads of one KV head are the rows of an m16 product (16 a head tile), so keys and
 // values are read once for all of them. The unit of work is a split of 256 keys of one (sequence,
-// head tile); block = 4 warps, warp w works on tile w of the split:
+// head tile); block = 4 warps that compute, warp w works on tile w of the split:
 //   scores of its tile -> maxima of all tiles through shared memory -> probabilities of its tile
 //   -> through shared memory -> values of all tiles for a quarter of head_dim
 // which is the arithmetic of attention_common.cuh, tile after tile, with the tiles' scores computed
@@ -12,7 +12,8 @@
 // The grid is fixed; every block finds its share of the work from seq_lens: an equal run of tiles,
 // so ragged lengths balance. Splits of one row that fall in one block merge in registers; a row cut
 // by a border of two shares leaves its splits in the workspace, and the block that arrives last
-// merges them in order. Where the borders fall changes no bit.
+// merges them in order, by a fifth warp, beside the computation. Where the borders fall changes no
+// bit. decode_sm90.cuh is the same with TMA, for the head and block sizes that it can address.
 // https://arxiv.org/abs/2205.14135, https://arxiv.org/abs/2309.06180
 #include <algorithm>
 
@@ -26,7 +27,7 @@ namespace {
 
 using namespace attention;
 
-constexpr int kThreads = kDecodeWarps * kWarpSize;
+constexpr int kThreads = kDecodeComputeThreads + kWarpSize;
 constexpr int64_t kMaxPartialBytes = int64_t{32} << 20;
 constexpr int kSmemPerSm = 227 * 1024;
 constexpr int kSmemReserved = 1024;  // of each block, by the hardware
@@ -42,10 +43,8 @@ struct Layout {
   static constexpr int bytes(int64_t num_seqs) {
     return kCounts + static_cast<int>(num_seqs + 1) * 4;
   }
-  static constexpr int kBlocksPerSm = [] {
-    const int fit = kSmemPerSm / (bytes(kDecodeMaxSeqs / 2) + kSmemReserved);
-    return fit < 1 ? 1 : fit > 3 ? 3 : fit;
-  }();
+  static constexpr int kBlocksPerSm =
+      kHeadDim <= 64 && 2 * (bytes(kDecodeMaxSeqs / 2) + kSmemReserved) <= kSmemPerSm ? 2 : 1;
 };
 
 // What a warp needs to fetch its tile of a split: lane i addresses rows i and i + 32.
@@ -106,6 +105,7 @@ __global__ void __launch_bounds__(kThreads, (Layout<kHeadDim, kUnits>::kBlocksPe
   const int end = share.border(counts, blockIdx.x + 1);
   DecodeItem item = find_item(share.border(counts, blockIdx.x), counts, num_seqs, share.head_tiles);
   if (item.first >= end) return;
+  if (warp == kDecodeWarps) return finish_rows<T, kHeadDim>(w, counts, share, item, end);
 
   Fetch f;
   f.item = item;
@@ -169,7 +169,6 @@ __global__ void __launch_bounds__(kThreads, (Layout<kHeadDim, kUnits>::kBlocksPe
   load_q(item);
   int length = p.seq_lens[item.seq];
   RowSoFar<T, kHeadDim> row(item);
-  int arrived = 0;  // splits of the row that this block has done
   const bool both = w.rows > 8;
   uint32_t read_at = ring;
   auto next_unit = [&] {
@@ -197,13 +196,13 @@ __global__ void __launch_bounds__(kThreads, (Layout<kHeadDim, kUnits>::kBlocksPe
       if (!next.same_row(item)) load_q(next);
       if (next.seq != item.seq) length = p.seq_lens[next.seq];
     }
-    __syncthreads();
+    compute_barrier();
 
     RowState<kHeadDim> state;
     float factor[kTilesPerSplit][2];
     publish_probabilities<T, kHeadDim>(s, tiles, both, w.c, x, factor, state);
     wait_copies<kUnits - 1>();
-    __syncthreads();
+    compute_barrier();
 
 #pragma unroll
     for (int t = 0; t < kTilesPerSplit; ++t) {
@@ -211,16 +210,10 @@ __global__ void __launch_bounds__(kThreads, (Layout<kHeadDim, kUnits>::kBlocksPe
       add_values<T, kHeadDim>(state, t, factor[t], x, read_at + t * L::kTileBytes);
     }
     end_split(state);
-    __syncthreads();  // the values have been read
+    compute_barrier();  // the values have been read
     next_unit();
     fetch_unit();
-    ++arrived;
-    const bool row_goes_on = more && next.same_row(item);
-    if (row.add(w, counts, item, more, state)) {
-      __syncthreads();  // all warps have left their part
-      if (warp == 0) finish_cut_row<T, kHeadDim>(w, counts, share, item, arrived);
-    }
-    if (!row_goes_on) arrived = 0;
+    row.add(w, counts, item, more, state);
     item = next;
   }
 }

@@ -13,7 +13,6 @@
 
 namespace minivllm::cuda::attention {
 
-constexpr int kDecodeComputeThreads = kDecodeWarps * kWarpSize;
 constexpr int kDecodeSm90Threads = kDecodeComputeThreads + 2 * kWarpSize;
 constexpr int kMinBox = 8;  // rows of the smallest copy: a swizzle atom
 
@@ -36,8 +35,7 @@ struct DecodeSm90Layout {
   static constexpr int kTileBytes = kPanels * kPanelBytes;
   static constexpr int kExchange = kPlaces * kTileBytes;
   static constexpr int kBarriers = kExchange + SplitExchange::kBytes;
-  static constexpr int kCutBarriers = kBarriers + kPlaces * 16;
-  static constexpr int kScratch = kCutBarriers + 16;
+  static constexpr int kScratch = kBarriers + kPlaces * 16;
   static constexpr int kCounts = kScratch + 64;
   static constexpr int bytes(int64_t num_seqs) {
     return kCounts + static_cast<int>(num_seqs + 1) * 4 + sm90::kSwizzleAtom;
@@ -55,10 +53,6 @@ __device__ __forceinline__ void mbarrier_arrive_many(uint32_t barrier, int count
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count)
                : "memory");
 }
-__device__ __forceinline__ void compute_barrier() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kDecodeComputeThreads) : "memory");
-}
-
 // Copies the tiles of the block's items, keys then values of each. Lane i looks up piece i of a
 // split in the block table, an item ahead.
 template <int kHeadDim, int kPlaces>
@@ -200,33 +194,8 @@ __device__ __forceinline__ void compute_items(const DecodeWork& w, const int* co
     }
     end_split(state);
     before = values + tiles;
-    const bool began_before = !row.from_start;
-    if (row.add(w, counts, item, more, state)) {
-      __syncwarp();
-      if (lane == 0)
-        sm90::mbarrier_arrive(barriers + L::kCutBarriers - L::kBarriers + (began_before ? 0 : 8));
-    }
+    row.add(w, counts, item, more, state);
     item = next;
-  }
-}
-
-// One warp: sees to the rows that the block's share cuts at its two ends.
-template <typename T, int kHeadDim>
-__device__ __forceinline__ void finish_rows(const DecodeWork& w, const int* counts,
-                                            const Share& share, const DecodeItem& first, int end,
-                                            uint32_t cut_barriers) {
-  const DecodeItem after = find_item(end, counts, share.num_seqs, share.head_tiles);
-  const bool goes_on = after.first < share.total && after.split != 0;
-  if (first.split != 0) {
-    const bool same = goes_on && after.same_row(first);
-    sm90::mbarrier_wait(cut_barriers, 0);
-    finish_cut_row<T, kHeadDim>(w, counts, share, first,
-                                (same ? after.split : first.num_splits()) - first.split);
-    if (same) return;
-  }
-  if (goes_on) {
-    sm90::mbarrier_wait(cut_barriers + 8, 0);
-    finish_cut_row<T, kHeadDim>(w, counts, share, after, after.split);
   }
 }
 
@@ -251,8 +220,6 @@ static __global__ void __launch_bounds__(kDecodeSm90Threads, kBlocksPerSm)
       sm90::mbarrier_init(barriers + i * 16, 1);
       sm90::mbarrier_init(barriers + i * 16 + 8, kDecodeWarps);
     }
-    sm90::mbarrier_init(ring + L::kCutBarriers, kDecodeWarps);
-    sm90::mbarrier_init(ring + L::kCutBarriers + 8, kDecodeWarps);
     sm90::mbarrier_init_fence();
     sm90::prefetch_tensor_map(&work.map);
   }
@@ -267,7 +234,7 @@ static __global__ void __launch_bounds__(kDecodeSm90Threads, kBlocksPerSm)
       find_item(share.border(counts, blockIdx.x), counts, share.num_seqs, share.head_tiles);
   if (item.first >= end) return;
   if (threadIdx.x >= kDecodeComputeThreads + kWarpSize) {
-    finish_rows<T, kHeadDim>(w, counts, share, item, end, ring + L::kCutBarriers);
+    finish_rows<T, kHeadDim>(w, counts, share, item, end);
   } else if (threadIdx.x >= kDecodeComputeThreads) {
     fetch_items<kHeadDim, kPlaces>(work, counts, item, end, ring, barriers);
   } else {

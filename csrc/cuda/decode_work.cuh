@@ -7,10 +7,26 @@
 namespace minivllm::cuda::attention {
 
 constexpr int kDecodeWarps = kTilesPerSplit;  // warp w scores tile w of a split
-constexpr int kDecodeMaxSeqs = 1024;          // rows of one launch
+constexpr int kDecodeComputeThreads = kDecodeWarps * kWarpSize;
+constexpr int kDecodeMaxSeqs = 1024;  // rows of one launch
 constexpr int kDecodeMaxBlocks = 4096;
 // The workspace starts with one counter for each block.
 constexpr int64_t kCounterBytes = kDecodeMaxBlocks * sizeof(int32_t);
+
+// Named barriers of a block: among the computing warps; with the warp that finishes cut rows, when
+// the block has left its part of a row that began before its share, or of one that goes on after
+// it.
+enum DecodeBarrier { kCompute = 1, kBeganBefore = 2, kGoesOn = 3 };
+
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void compute_barrier() {
+  named_barrier(kCompute, kDecodeComputeThreads);
+}
 
 struct DecodeWork {
   AttentionParams p;
@@ -252,9 +268,9 @@ struct RowSoFar {
 
   __device__ explicit RowSoFar(const DecodeItem& first) : from_start(first.split == 0) {}
 
-  // Takes the result of `item`; `more`: another item of the block follows. True when the block has
-  // left its part of a cut row in the workspace.
-  __device__ bool add(const DecodeWork& w, const int* counts, const DecodeItem& item, bool more,
+  // Takes the result of `item`; `more`: another item of the block follows. Tells the finishing warp
+  // when the block has left its part of a cut row in the workspace.
+  __device__ void add(const DecodeWork& w, const int* counts, const DecodeItem& item, bool more,
                       const State& state) {
     const QueryHeads heads(w, item.head_tile);
     if (item.split == 0) {
@@ -265,25 +281,24 @@ struct RowSoFar {
       state.store(partial<kHeadDim>(w, counts, item, item.split), heads.count);
     }
     const bool row_ends = item.split == item.num_splits() - 1;
-    if (!row_ends && more) return false;
-    const bool whole = row_ends && from_start;
-    if (whole) {
+    if (!row_ends && more) return;
+    if (row_ends && from_start) {
       T* out = static_cast<T*>(w.p.out) + (item.seq * w.p.num_q_heads + heads.first) * kHeadDim;
       total.write(out, heads.count);
-    } else if (from_start) {
-      total.store(partial<kHeadDim>(w, counts, item, 0), heads.count);
+    } else {
+      if (from_start) total.store(partial<kHeadDim>(w, counts, item, 0), heads.count);
+      named_arrive(from_start ? kGoesOn : kBeganBefore, kDecodeComputeThreads + kWarpSize);
     }
     from_start = true;
-    return !whole;
   }
 };
 
 // One warp, after the block's `arrived` splits of a cut row have reached the workspace: counts
 // them, and merges the row's partials in order if no split is missing.
 template <typename T, int kHeadDim>
-__device__ __forceinline__ void finish_cut_row(const DecodeWork& w, const int* counts,
-                                               const Share& share, const DecodeItem& row,
-                                               int arrived) {
+__device__ __noinline__ void finish_cut_row(const DecodeWork& w, const int* counts,
+                                            const Share& share, const DecodeItem& row,
+                                            int arrived) {
   constexpr int kPairs = 4;  // pairs of columns of a lane at once
   constexpr int kAhead = 4;  // partials on their way at once
   const int lane = threadIdx.x % kWarpSize;
@@ -352,6 +367,25 @@ __device__ __forceinline__ void finish_cut_row(const DecodeWork& w, const int* c
       reinterpret_cast<uint32_t*>(out)[pair] =
           pack<T>(normalise(o[k].x, inverse), normalise(o[k].y, inverse));
     }
+  }
+}
+
+// One warp: sees to the rows that the block's share cuts at its two ends.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void finish_rows(const DecodeWork& w, const int* counts,
+                                            const Share& share, const DecodeItem& first, int end) {
+  const DecodeItem after = find_item(end, counts, share.num_seqs, share.head_tiles);
+  const bool goes_on = after.first < share.total && after.split != 0;
+  bool same = false;
+  if (first.split != 0) {
+    same = goes_on && after.same_row(first);
+    named_barrier(kBeganBefore, kDecodeComputeThreads + kWarpSize);
+    finish_cut_row<T, kHeadDim>(w, counts, share, first,
+                                (same ? after.split : first.num_splits()) - first.split);
+  }
+  if (goes_on && !same) {
+    named_barrier(kGoesOn, kDecodeComputeThreads + kWarpSize);
+    finish_cut_row<T, kHeadDim>(w, counts, share, after, after.split);
   }
 }
 

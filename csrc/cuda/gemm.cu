@@ -10,61 +10,115 @@ namespace {
 
 constexpr int kBlock = 64;  // elements of K in a k-block
 constexpr int kTileTokens = 64;
+constexpr int kFewTokens = 64;  // one tile of tokens
 
-// Clocks that a launch takes on this card, roughly: the largest of what its memory, its shared
-// memory's filling and its tensor cores need. Constants: measured on an H200.
-double predicted_clocks(const LinearParams& p, int warpgroups, int columns, int num_sms) {
-  constexpr double kDramBytesPerClock = 2500;  // the whole card
-  constexpr double kFillBytesPerClock = 50;    // one SM from L2
-  constexpr double kOperandClocks = 16;        // 64 rows of one k16 step from shared memory
-  constexpr double kIssueClocks = 2;
-  constexpr double kTileClocks = 1200;  // to start, drain and store a tile
-  constexpr double kColumnClocks = 6;   // storing a column of a tile
-  const int64_t tile_tokens = static_cast<int64_t>(warpgroups) * kTileTokens;
-  const int64_t token_tiles = (p.num_tokens + tile_tokens - 1) / tile_tokens;
-  const int64_t column_tiles = (p.n + columns - 1) / columns;
-  const int64_t waves = (token_tiles * column_tiles + num_sms - 1) / num_sms;
-  const double rows = static_cast<double>(std::min(p.num_tokens, tile_tokens) + columns);
-  const double steps = static_cast<double>(p.k) / 16;
-  const double fill = rows * 32 / kFillBytesPerClock;
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The largest number of k-blocks a stage that is compiled for these columns and divides K.
+int stage_blocks(int columns, int64_t k, bool eight) {
+  const int64_t blocks = k / kBlock;
+  if (eight && columns <= 32 && blocks % 8 == 0) return 8;
+  if (columns <= 48 && blocks % 4 == 0) return 4;
+  if (columns == 64 && blocks % 2 == 0) return 2;
+  return 1;
+}
+
+// Up to 64 tokens: the weights' way from memory decides, and how evenly they spread over the SMs.
+GemmConfig config_for_few_tokens(const LinearParams& p, int num_sms) {
+  GemmConfig config = {};
+  config.warpgroups = 1;
+  for (const int columns : {16, 24, 32, 48, 64}) {
+    config.columns = columns;
+    if (ceil_div(p.n, columns) <= num_sms) break;
+  }
+  const auto columns_an_sm = [&](int columns) {
+    return ceil_div(ceil_div(p.n, columns), num_sms) * columns;
+  };
+  if (config.columns == 64 && columns_an_sm(128) < columns_an_sm(64)) config.columns = 128;
+  constexpr int kVeryFewTokens = 16;
+  config.stage_blocks = stage_blocks(config.columns, p.k, p.num_tokens <= kVeryFewTokens);
+  // A small ring and a large one fit an SM together: products of few and of many columns take
+  // turns in a layer, and each fills its ring while the one before still runs. More tokens need
+  // the room themselves.
+  constexpr int kSmallRing = 96 * 1024, kLargeRing = 128 * 1024, kWholeRing = 204 * 1024;
+  config.ring_bytes = config.columns == 16 ? kSmallRing : kLargeRing;
+  if (p.num_tokens > kVeryFewTokens) config.ring_bytes = kWholeRing;
+  return config;
+}
+
+// Clocks that a product takes, roughly: for each k16 step the slowest of an SM's filling, of L2 and
+// of the tensor cores; the weights' way from memory at least. Constants: fitted to an H200.
+double predicted_clocks(const LinearParams& p, const GemmConfig& config, int num_sms) {
+  constexpr double kFillBytes = 53, kL2Bytes = 4200, kMemoryBytes = 2500;  // a clock
+  constexpr double kOperandClocks = 16;  // 64 rows of one k16 step, from shared memory
+  constexpr double kIssueClocks = 4;
+  constexpr double kTileClocks = 1500, kColumnClocks = 2;  // to start, drain and store a tile
+  constexpr double kStepRowBytes = 32;
+  constexpr double kMerged = 0.25;  // requests for the same tokens of all SMs that L2 sees
+  const double columns = config.columns, tokens = config.warpgroups * kTileTokens;
+  const bool share_tokens = config.sharing == Sharing::kTokens;
+  const bool share_weights = config.sharing == Sharing::kWeights;
+  const int64_t token_tiles =
+      ceil_div(ceil_div(p.num_tokens, static_cast<int64_t>(tokens)), share_weights ? 2 : 1) *
+      (share_weights ? 2 : 1);
+  const int64_t column_tiles =
+      ceil_div(ceil_div(p.n, config.columns), share_tokens ? 2 : 1) * (share_tokens ? 2 : 1);
+  const int64_t tiles = token_tiles * column_tiles;
+  const double token_rows =
+      tokens * (share_tokens ? 0.5 : 1.0) * (token_tiles == 1 ? kMerged : 1.0);
+  const double rows = token_rows + columns * (share_weights ? 0.5 : 1.0);
+  const double working = static_cast<double>(std::min<int64_t>(tiles, num_sms));
+  const double fill = (tokens + columns) * kStepRowBytes / kFillBytes;
+  const double l2 = working * rows * kStepRowBytes / kL2Bytes;
   const double math =
-      warpgroups * (std::max(columns / 2.0, kOperandClocks + columns / 4.0) + kIssueClocks);
-  const double tile = steps * std::max(fill, math) + kTileClocks + kColumnClocks * columns;
-  const double dram = static_cast<double>(p.n) * static_cast<double>(p.k) * 2 / kDramBytesPerClock;
-  constexpr double kWaveClocks = 200;
-  return std::max(waves * tile, dram + kTileClocks + kColumnClocks * columns) + waves * kWaveClocks;
+      config.warpgroups * (std::max(columns / 2, kOperandClocks + columns / 4) + kIssueClocks);
+  constexpr double kUnstaged = 1.03;  // two warpgroups that store from registers
+  const bool staged = config.warpgroups == 1 || config.columns >= 128;
+  const double steps = static_cast<double>(p.k) / 16 * (staged ? 1.0 : kUnstaged);
+  const double tile = steps * std::max({fill, l2, math}) + kTileClocks + kColumnClocks * columns;
+  const double memory = static_cast<double>(p.n) * static_cast<double>(p.k) * 2 / kMemoryBytes;
+  return std::max(static_cast<double>(ceil_div(tiles, num_sms)) * tile, memory + kTileClocks);
+}
+
+// More tokens: the instance with the smallest prediction.
+GemmConfig config_for_many_tokens(const LinearParams& p, int num_sms) {
+  GemmConfig best = {};
+  double best_clocks = 0;
+  const auto consider = [&](int warpgroups, int columns, Sharing sharing) {
+    GemmConfig config = {};
+    config.warpgroups = warpgroups;
+    config.columns = columns;
+    config.stage_blocks = warpgroups == 1 ? stage_blocks(columns, p.k, false) : 1;
+    config.sharing = sharing;
+    constexpr int kRing = 204 * 1024, kRingBesideStaging = 192 * 1024;
+    config.ring_bytes = warpgroups == 2 && columns >= 128 ? kRingBesideStaging : kRing;
+    const double clocks = predicted_clocks(p, config, num_sms);
+    if (best.columns != 0 && clocks >= best_clocks) return;
+    best_clocks = clocks;
+    best = config;
+  };
+  for (const int columns : {256, 192, 128, 96, 64, 32}) {
+    // Staged tiles of SiLU leave in chunks of 64 outputs.
+    if (columns == 192 && p.epilogue == Epilogue::kSiluMul) continue;
+    if (columns >= 128) consider(2, columns, Sharing::kNone);
+    if (p.num_tokens > 2 * kTileTokens) consider(2, columns, Sharing::kWeights);
+    consider(2, columns, Sharing::kTokens);
+  }
+  for (const int columns : {128, 96, 64, 48, 32, 24, 16}) {
+    // Pairs of narrow tiles are compiled for their usual stages only.
+    const bool paired = columns >= 96 || (columns >= 32 && stage_blocks(columns, p.k, false) > 1);
+    if (columns != 96) consider(1, columns, Sharing::kNone);
+    if (paired) consider(1, columns, Sharing::kTokens);
+    if (paired) consider(1, columns, Sharing::kWeights);
+  }
+  return best;
 }
 
 }  // namespace
 
 GemmConfig choose_gemm_config(const LinearParams& p, int num_sms) {
-  GemmConfig best = {};
-  double best_clocks = 0;
-  for (int warpgroups = 1; warpgroups <= 2; ++warpgroups) {
-    if (warpgroups == 2 && p.num_tokens <= kTileTokens) break;
-    for (const int columns : kGemmColumns[warpgroups - 1]) {
-      if (columns == 0) break;
-      // Staged tiles of SiLU leave in chunks of 64 outputs.
-      if (warpgroups == 2 && columns == 192 && p.epilogue == Epilogue::kSiluMul) continue;
-      const double clocks = predicted_clocks(p, warpgroups, columns, num_sms);
-      if (best.columns != 0 && clocks >= best_clocks) continue;
-      best_clocks = clocks;
-      best.warpgroups = warpgroups;
-      best.columns = columns;
-    }
-  }
-  // Narrow tiles take several k-blocks a stage: their wgmmas are short beside a barrier's wait.
-  const int64_t blocks = p.k / kBlock;
-  best.stage_blocks = 1;
-  if (best.warpgroups == 1 && best.columns <= 48 && blocks % 4 == 0) best.stage_blocks = 4;
-  if (best.warpgroups == 1 && best.columns == 64 && blocks % 2 == 0) best.stage_blocks = 2;
-  best.prefetch_bytes = 0;
-  best.flat = false;
-  best.sharing = Sharing::kNone;
-  // One warpgroup leaves room for the next kernel's CTA.
-  best.ring_bytes = best.warpgroups == 1 ? 104 * 1024 : 192 * 1024;
-  best.ctas_per_sm = 1;
-  return best;
+  return p.num_tokens <= kFewTokens ? config_for_few_tokens(p, num_sms)
+                                    : config_for_many_tokens(p, num_sms);
 }
 
 bool linear_supported(const LinearParams& p) {
@@ -81,6 +135,8 @@ bool linear_supported(const LinearParams& p) {
 
 void linear(const LinearParams& p, Stream stream) {
   if (p.num_tokens == 0) return;
+  if (p.num_chunks != 1 || p.partials != nullptr)
+    throw std::invalid_argument("linear: K is one chain here");
   if (!linear_supported(p)) throw std::invalid_argument("linear: no kernel for this shape");
   const GemmConfig config = choose_gemm_config(p, num_sms());
   if (p.dtype == DType::kBFloat16) return launch_gemm_bf16(p, config, stream);

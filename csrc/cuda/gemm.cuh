@@ -12,17 +12,11 @@ enum class Sharing : int { kNone = 0, kTokens = 1, kWeights = 2 };
 struct GemmConfig {
   int warpgroups;    // 1 or 2: 64 or 128 tokens a tile
   int columns;       // rows of the weight, columns of the output, a tile
-  int stage_blocks;  // k-blocks of 64 in a stage of the ring: 1, or 4 (2 for 64 columns) where it
-                     // divides k / 64
+  int stage_blocks;  // k-blocks of 64 in a stage of the ring; divides k / 64
   int ring_bytes;    // at most this much shared memory for the ring; at least two stages are taken
-  int prefetch_bytes;  // of the weights, to L2, beyond the ring, before the kernel before has ended
-  int ctas_per_sm;     // bound of the persistent grid
-  bool flat;
   Sharing sharing;
+  bool direct_tokens;  // at most 8, copied by threads: see gemm_sm90.cuh
 };
-
-// The instances that are compiled.
-constexpr int kGemmColumns[2][7] = {{16, 24, 32, 48, 64, 96, 128}, {64, 96, 128, 192, 256}};
 
 GemmConfig choose_gemm_config(const LinearParams& p, int num_sms);
 

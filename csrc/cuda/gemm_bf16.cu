@@ -1,5 +1,5 @@
 // The matrix product's instances for bfloat16. See gemm_sm90.cuh.
-#include "gemm_sm90.cuh"
+#include "gemm_launch.cuh"
 
 namespace minivllm::cuda {
 

@@ -1,5 +1,5 @@
 // The matrix product's instances for float16. See gemm_sm90.cuh.
-#include "gemm_sm90.cuh"
+#include "gemm_launch.cuh"
 
 namespace minivllm::cuda {
 

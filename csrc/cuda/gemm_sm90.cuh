@@ -7,10 +7,11 @@
 // many rows as needed are copied: the rows of the operand behind them are whatever follows in
 // shared memory, and what comes of those rows is never stored.
 //
+// At most 8 tokens may be copied by the warp's threads instead: the copy engine works in order, and
+// what the next kernel's CTA asks of it on the same SM, its weights, would stand before them.
+//
 // Weights do not depend on the kernel before, so the ring is filled with them before pdl_wait.
 #pragma once
-
-#include <algorithm>
 
 #include "gemm.cuh"
 #include "gemm_epilogue.cuh"
@@ -41,10 +42,9 @@ struct Problem {
   CUtensorMap x, weight;  // boxes of one stage; of half a stage for what is shared
   CUtensorMap out;        // of staged tiles
   Output output;
-  int stages;           // of the ring
-  int tile_stages;      // stages that a tile takes: k / (kBlock * kBlocks)
-  int prefetch_stages;  // of weights, brought to L2 beyond the ring
-  int stage_tokens;     // token rows in a stage, a multiple of 8
+  int stages;        // of the ring
+  int tile_stages;   // stages that a tile takes: k / (kBlock * kBlocks)
+  int stage_tokens;  // token rows in a stage, a multiple of 8
   // Tiles, or pairs of tiles where two CTAs share tokens (a pair of columns) or weights (of
   // tokens).
   int token_units, column_units;
@@ -52,7 +52,8 @@ struct Problem {
   int barriers;        // offset of the barriers in shared memory
   bool stream_weight;  // each weight is read once: it need not stay in L2
   Sharing sharing;
-  bool flat;  // maps are sm90::flat_map
+  const void* tokens;  // x, for direct copies
+  int64_t token_stride;
 };
 
 struct Tile {
@@ -103,9 +104,9 @@ struct Cursor {
 // Copies one operand's part of a stage; half of it to both CTAs where they share it: half of the
 // k-blocks, or half of the rows where there is one k-block.
 template <int kBlocks, int kCluster>
-__device__ __forceinline__ void load_stage(const Problem& p, uint32_t destination,
-                                           const CUtensorMap* map, uint32_t barrier, int row,
-                                           int block, int rows, bool shared, uint64_t policy) {
+__device__ __forceinline__ void load_stage(uint32_t destination, const CUtensorMap* map,
+                                           uint32_t barrier, int row, int block, int rows,
+                                           bool shared, uint64_t policy) {
   if constexpr (kCluster > 1) {
     if (shared) {
       static_assert(kBlocks == 1 || kBlocks % kCluster == 0);
@@ -118,12 +119,11 @@ __device__ __forceinline__ void load_stage(const Problem& p, uint32_t destinatio
       }
     }
   }
-  const int c0 = p.flat ? block * kBlock : 0, c2 = p.flat ? 0 : block;
   if (kCluster > 1 && shared) {
     constexpr uint16_t kAllRanks = (1 << kCluster) - 1;
-    sm90::tma_load_multicast(destination, map, barrier, c0, row, c2, kAllRanks, policy);
+    sm90::tma_load_multicast(destination, map, barrier, 0, row, block, kAllRanks, policy);
   } else {
-    sm90::tma_load(destination, map, barrier, c0, row, c2, policy);
+    sm90::tma_load(destination, map, barrier, 0, row, block, policy);
   }
 }
 
@@ -139,23 +139,18 @@ __device__ __forceinline__ void produce(const Problem& p, uint32_t x_ring, uint3
   Cursor<kTokens, kN, kCluster> weight_at(p), x_at(p);
   const auto load_weight = [&](int slot) {
     sm90::mbarrier_expect(full + 8 * slot, x_bytes + weight_bytes);
-    load_stage<kBlocks, kCluster>(p, weight_ring + slot * weight_bytes, &p.weight, full + 8 * slot,
+    load_stage<kBlocks, kCluster>(weight_ring + slot * weight_bytes, &p.weight, full + 8 * slot,
                                   weight_at.tile.column, weight_at.stage * kBlocks, kN,
                                   p.sharing == Sharing::kWeights, weight_policy);
     weight_at.next_stage(p);
   };
   const auto load_x = [&](int slot) {
-    load_stage<kBlocks, kCluster>(p, x_ring + slot * x_bytes, &p.x, full + 8 * slot,
-                                  x_at.tile.token, x_at.stage * kBlocks, p.stage_tokens,
+    load_stage<kBlocks, kCluster>(x_ring + slot * x_bytes, &p.x, full + 8 * slot, x_at.tile.token,
+                                  x_at.stage * kBlocks, p.stage_tokens,
                                   p.sharing == Sharing::kTokens, x_policy);
     x_at.next_stage(p);
   };
   for (int slot = 0; slot < p.stages && !weight_at.done(p); ++slot) load_weight(slot);
-  auto later = weight_at;
-  for (int i = 0; i < p.prefetch_stages && !later.done(p); ++i) {
-    sm90::tma_prefetch(&p.weight, 0, later.tile.column, later.stage * kBlocks, weight_policy);
-    later.next_stage(p);
-  }
   sm90::prefetch_tensor_map(&p.x);
   pdl_wait();
   for (int slot = 0; slot < p.stages && !x_at.done(p); ++slot) load_x(slot);
@@ -169,7 +164,52 @@ __device__ __forceinline__ void produce(const Problem& p, uint32_t x_ring, uint3
   }
 }
 
-template <typename T, int kTokens, int kN, int kBlocks, int kCluster>
+constexpr int kDirectTokens = 8;
+
+// The same by a whole warp that copies the tokens itself, swizzled as the copy engine would.
+template <typename T, int kN, int kBlocks>
+__device__ __forceinline__ void produce_direct(const Problem& p, uint32_t x_ring,
+                                               uint32_t weight_ring, uint32_t full,
+                                               uint32_t empty) {
+  constexpr int kRowPieces = kBlocks * kRowUnits;  // of 16 bytes, a row of a stage
+  constexpr int kXBytes = kDirectTokens * kBlocks * sm90::kSwizzleRow;
+  constexpr int kWeightBytes = kN * kBlocks * sm90::kSwizzleRow;
+  const int lane = threadIdx.x % kWarpSize;
+  const uint64_t policy = sm90::evict_first_policy();
+  Cursor<kTileTokens, kN, 1> weight_at(p), x_at(p);
+  const auto load_weight = [&](int slot) {
+    if (lane == 0) {
+      sm90::mbarrier_expect(full + 8 * slot, kWeightBytes);
+      sm90::tma_load(weight_ring + slot * kWeightBytes, &p.weight, full + 8 * slot, 0,
+                     weight_at.tile.column, weight_at.stage * kBlocks, policy);
+    }
+    weight_at.next_stage(p);
+  };
+  const auto load_x = [&](int slot) {
+    const T* first = static_cast<const T*>(p.tokens) + x_at.stage * kBlocks * kBlock;
+    for (int i = lane; i < p.output.num_tokens * kRowPieces; i += kWarpSize) {
+      const int row = i / kRowPieces, block = i % kRowPieces / kRowUnits, piece = i % kRowUnits;
+      sm90::copy_16(x_ring + slot * kXBytes + (block * kDirectTokens + row) * sm90::kSwizzleRow +
+                        (piece ^ row) * 16,
+                    first + row * p.token_stride + i % kRowPieces * 8);
+    }
+    sm90::mbarrier_arrive_after_copies(full + 8 * slot);
+    x_at.next_stage(p);
+  };
+  for (int slot = 0; slot < p.stages && !weight_at.done(p); ++slot) load_weight(slot);
+  pdl_wait();
+  for (int slot = 0; slot < p.stages && !x_at.done(p); ++slot) load_x(slot);
+  int slot = 0;
+  uint32_t parity = 0;
+  while (!weight_at.done(p)) {
+    sm90::mbarrier_wait(empty + 8 * slot, parity);
+    load_weight(slot);
+    load_x(slot);
+    if (++slot == p.stages) slot = 0, parity ^= 1;
+  }
+}
+
+template <typename T, int kTokens, int kN, int kBlocks, int kCluster, bool kDirect>
 __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint32_t weight_ring,
                                         uint32_t staging, uint32_t full, uint32_t empty) {
   // Shuffled so that the compiler knows it to be the same in a warp: descriptors need that.
@@ -214,6 +254,7 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
     for (int i = 0; i < kN / 2; ++i) acc[i] = 0.0f;
     for (int stage = 0; stage < p.tile_stages; ++stage) {
       sm90::mbarrier_wait(full + 8 * slot, parity);
+      if constexpr (kDirect) sm90::async_proxy_fence();
       sm90::pin_registers(acc);
       sm90::wgmma_fence();
 #pragma unroll
@@ -249,12 +290,8 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
   }
 }
 
-// Two CTAs of one warpgroup fit an SM's registers, so that the next kernel's CTA can start to copy
-// its weights while this one runs.
-template <typename T, int kWarpgroups, int kN, int kBlocks, int kCluster>
-__global__ void __cluster_dims__(kCluster, 1, 1)
-    __launch_bounds__(kThreads<kWarpgroups * kTileTokens, kN>, 3 - kWarpgroups)
-        gemm_kernel(const __grid_constant__ Problem p) {
+template <typename T, int kWarpgroups, int kN, int kBlocks, int kCluster, bool kDirect>
+__device__ __forceinline__ void gemm_cta(const Problem& p) {
 #if defined(MINIVLLM_SM90A)
   extern __shared__ __align__(sm90::kSwizzleAtom) uint8_t shared[];
   constexpr int kTokens = kWarpgroups * kTileTokens;
@@ -269,7 +306,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1)
     pdl_launch_dependents();
     sm90::prefetch_tensor_map(&p.weight);
     for (int i = 0; i < p.stages; ++i) {
-      sm90::mbarrier_init(full + 8 * i, 1);
+      sm90::mbarrier_init(full + 8 * i, kDirect ? 1 + kWarpSize : 1);
       sm90::mbarrier_init(empty + 8 * i, kCluster * kMultiplyWarps);
     }
     sm90::mbarrier_init_fence();
@@ -281,117 +318,47 @@ __global__ void __cluster_dims__(kCluster, 1, 1)
   }
   if (warp >= kMultiplyWarps) {
     if constexpr (kStaged<kTokens, kN>) sm90::shrink_registers<kCopyRegisters>();
-    if (threadIdx.x == kMultiplyWarps * kWarpSize)
+    if constexpr (kDirect) {
+      produce_direct<T, kN, kBlocks>(p, x_ring, weight_ring, full, empty);
+    } else if (threadIdx.x == kMultiplyWarps * kWarpSize) {
       produce<kTokens, kN, kBlocks, kCluster>(p, x_ring, weight_ring, full, empty);
+    }
     __syncwarp();
   } else {
     if constexpr (kStaged<kTokens, kN>) sm90::grow_registers<kMultiplyRegisters>();
-    consume<T, kTokens, kN, kBlocks, kCluster>(p, x_ring, weight_ring, staging, full, empty);
+    consume<T, kTokens, kN, kBlocks, kCluster, kDirect>(p, x_ring, weight_ring, staging, full,
+                                                        empty);
   }
   // The other CTA copies to this one's shared memory, and arrives at its barriers, until its end.
   if constexpr (kCluster > 1) sm90::cluster_barrier();
 #endif
 }
 
-template <typename T, int kWarpgroups, int kN, int kBlocks, int kCluster>
-void launch_instance(const LinearParams& p, const GemmConfig& config, Stream stream) {
-  constexpr int kTokens = kWarpgroups * kTileTokens;
-  const auto ceil_div = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
-  Problem problem;
-  problem.sharing = config.sharing;
-  const int shared_tokens = config.sharing == Sharing::kTokens ? kCluster : 1;
-  const int shared_weights = config.sharing == Sharing::kWeights ? kCluster : 1;
-  problem.tile_stages = static_cast<int>(p.k / (kBlock * kBlocks));
-  problem.prefetch_stages = config.prefetch_bytes / (kN * kBlocks * sm90::kSwizzleRow);
-  problem.stage_tokens = kTokens;
-  for (const int rows : {32, 16, 8})
-    if (kWarpgroups == 1 && p.num_tokens <= rows) problem.stage_tokens = rows;
-  const int stage_bytes = (problem.stage_tokens + kN) * kBlocks * sm90::kSwizzleRow;
-  problem.stages = std::max(2, std::min({kMaxStages, config.ring_bytes / stage_bytes}));
-  const int token_tiles = ceil_div(p.num_tokens, kTokens);
-  problem.token_units = ceil_div(token_tiles, shared_weights);
-  problem.column_units = ceil_div(ceil_div(p.n, kN), shared_tokens);
-  constexpr int kGroupTokens = 2048;
-  problem.group = kGroupTokens / kTokens / shared_weights;
-  problem.stream_weight = token_tiles == 1;
-  if (kBlocks == 1 && problem.stage_tokens / shared_tokens % 8 != 0)
-    throw std::invalid_argument("too few tokens to share");
-  // A shared operand is copied by halves: of the k-blocks, or of the rows of one k-block.
-  const auto rows_of = [](int rows, int shares) { return kBlocks == 1 ? rows / shares : rows; };
-  const auto blocks_of = [](int shares) { return kBlocks == 1 ? 1 : kBlocks / shares; };
-  problem.flat = config.flat && kBlocks == 1;
-  const auto map_of = [&](const void* matrix, int64_t rows, int64_t stride, int box_rows,
-                          int shares) {
-    const int part = rows_of(box_rows, shares);
-    return problem.flat
-               ? sm90::flat_map(matrix, p.dtype, rows, p.k, stride, part)
-               : sm90::k_block_map(matrix, p.dtype, rows, p.k, stride, part, blocks_of(shares));
-  };
-  problem.x = map_of(p.x, p.num_tokens, p.x_stride, problem.stage_tokens, shared_tokens);
-  problem.weight = map_of(p.weight, p.n, p.k, kN, shared_weights);
-  problem.output = {p.out,
-                    p.bias,
-                    p.out_stride,
-                    static_cast<int>(p.num_tokens),
-                    static_cast<int>(p.n),
-                    p.epilogue,
-                    p.out_dtype == DType::kFloat32};
-  int staging_bytes = 0;
-  if constexpr (kStaged<kTokens, kN>) {
-    const bool silu = p.epilogue == Epilogue::kSiluMul;
-    if (silu && kN % 128 != 0) throw std::invalid_argument("kSiluMul needs 128 or 256 columns");
-    problem.out = sm90::matrix_map(p.out, p.out_dtype, p.num_tokens, silu ? p.n / 2 : p.n,
-                                   p.out_stride, kChunkRows);
-    staging_bytes = kWarpgroups * kChunkBuffers * kChunkBytes;
-  }
-  const int clusters = std::min(problem.token_units * problem.column_units,
-                                num_sms() * config.ctas_per_sm / kCluster);
-  // The operand's rows behind few tokens are read too, also behind the last stage's tokens.
-  const int behind = (kTileTokens - problem.stage_tokens) * sm90::kSwizzleRow;
-  const int weight_ring = problem.stages * kBlocks * kN * sm90::kSwizzleRow;
-  problem.barriers =
-      problem.stages * stage_bytes + staging_bytes + std::max(0, behind - weight_ring);
-  const int smem = problem.barriers + 2 * problem.stages * static_cast<int>(sizeof(uint64_t));
-  const auto kernel = gemm_kernel<T, kWarpgroups, kN, kBlocks, kCluster>;
-  // An SM cannot change its split of L1 and shared memory while it works: with the largest share
-  // the next kernel's CTAs fit in beside these.
-  MINIVLLM_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                      cudaFuncAttributePreferredSharedMemoryCarveout,
-                                      cudaSharedmemCarveoutMaxShared));
-  MINIVLLM_LAUNCH(kernel, dim3(clusters * kCluster), dim3(kThreads<kTokens, kN>), smem, stream,
-                  problem);
+// Two CTAs of one warpgroup fit an SM's registers, so that the next kernel's CTA can start to copy
+// its weights while this one runs.
+template <typename T, int kWarpgroups, int kN, int kBlocks>
+__global__ void __launch_bounds__(kThreads<kWarpgroups * kTileTokens, kN>, 3 - kWarpgroups)
+    gemm_kernel(const __grid_constant__ Problem p) {
+  gemm_cta<T, kWarpgroups, kN, kBlocks, 1, false>(p);
 }
 
-template <typename T, int kWarpgroups, int kN, int kBlocks, int kCluster>
-struct Instance {
-  static bool matches(const GemmConfig& config) {
-    return config.warpgroups == kWarpgroups && config.columns == kN &&
-           config.stage_blocks == kBlocks && (config.sharing == Sharing::kNone ? 1 : 2) == kCluster;
-  }
-  static void launch(const LinearParams& p, const GemmConfig& config, Stream stream) {
-    launch_instance<T, kWarpgroups, kN, kBlocks, kCluster>(p, config, stream);
-  }
-};
-
-template <typename T>
-void launch_gemm(const LinearParams& p, const GemmConfig& config, Stream stream) {
-  const auto run = [&](auto... instances) {
-    const bool found =
-        ((instances.matches(config) && (instances.launch(p, config, stream), true)) || ...);
-    if (!found) throw std::invalid_argument("no such instance of the matrix product");
-  };
-  run(Instance<T, 1, 16, 1, 1>{}, Instance<T, 1, 16, 4, 1>{}, Instance<T, 1, 16, 8, 1>{},
-      Instance<T, 1, 24, 1, 1>{}, Instance<T, 1, 24, 4, 1>{}, Instance<T, 1, 24, 8, 1>{},
-      Instance<T, 1, 32, 1, 1>{}, Instance<T, 1, 32, 4, 1>{}, Instance<T, 1, 32, 8, 1>{},
-      Instance<T, 1, 48, 1, 1>{}, Instance<T, 1, 48, 4, 1>{}, Instance<T, 1, 64, 1, 1>{},
-      Instance<T, 1, 64, 2, 1>{}, Instance<T, 1, 64, 4, 1>{}, Instance<T, 1, 96, 1, 1>{},
-      Instance<T, 1, 128, 1, 1>{}, Instance<T, 2, 64, 1, 1>{}, Instance<T, 2, 96, 1, 1>{},
-      Instance<T, 2, 128, 1, 1>{}, Instance<T, 2, 192, 1, 1>{}, Instance<T, 2, 256, 1, 1>{},
-      Instance<T, 1, 16, 4, 2>{}, Instance<T, 1, 24, 4, 2>{}, Instance<T, 1, 32, 4, 2>{},
-      Instance<T, 1, 48, 4, 2>{}, Instance<T, 1, 64, 2, 2>{}, Instance<T, 1, 96, 1, 2>{},
-      Instance<T, 1, 128, 1, 2>{}, Instance<T, 2, 32, 1, 2>{}, Instance<T, 2, 64, 1, 2>{},
-      Instance<T, 2, 96, 1, 2>{}, Instance<T, 2, 128, 1, 2>{}, Instance<T, 2, 192, 1, 2>{},
-      Instance<T, 2, 256, 1, 2>{});
+template <typename T, int kN, int kBlocks>
+__global__ void __launch_bounds__(kThreads<kTileTokens, kN>, 2)
+    gemm_direct_kernel(const __grid_constant__ Problem p) {
+  gemm_cta<T, 1, kN, kBlocks, 1, true>(p);
 }
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define MINIVLLM_PAIR __cluster_dims__(2, 1, 1)
+#else
+#define MINIVLLM_PAIR
+#endif
+template <typename T, int kWarpgroups, int kN, int kBlocks>
+__global__ void MINIVLLM_PAIR __launch_bounds__(kThreads<kWarpgroups * kTileTokens, kN>,
+                                                3 - kWarpgroups)
+    gemm_pair_kernel(const __grid_constant__ Problem p) {
+  gemm_cta<T, kWarpgroups, kN, kBlocks, 2, false>(p);
+}
+#undef MINIVLLM_PAIR
 
 }  // namespace minivllm::cuda::gemm

@@ -8,12 +8,7 @@
 
 namespace minivllm::cuda::attention {
 
-constexpr int kGroups = 2;  // computing warpgroups
-constexpr int kGroupRows = 64;
-constexpr int kBlockRows = kGroups * kGroupRows;
-constexpr int kConsumers = kGroups * sm90::kWarpgroupSize;
-constexpr int kConsumerWarps = kConsumers / kWarpSize;
-constexpr int kPrefillThreads = kConsumers + sm90::kWarpgroupSize;
+constexpr int kGroupRows = 64;  // query rows of a computing warpgroup
 constexpr int kQueryThreads = sm90::kWarpgroupSize - kWarpSize;
 
 template <int kHeadDim>
@@ -21,13 +16,17 @@ struct PrefillLayout {
   static constexpr int kPanelBytes = kTileTokens * sm90::kSwizzleRow;  // 64 rows of 64 columns
   static constexpr int kPanels = kHeadDim * 2 / sm90::kSwizzleRow;
   static constexpr int kTileBytes = kPanels * kPanelBytes;
-  // Queries of a small head move to registers; larger ones leave no room there.
-  static constexpr bool kQueriesInRegisters = kHeadDim <= 64;
-  static constexpr int kEntries = kHeadDim <= 64 ? 4 : 2;  // items whose queries are here
+  // Small heads leave registers for a third computing warpgroup, whose products fill the gaps that
+  // the softmax of two leaves.
+  static constexpr int kGroups = kHeadDim <= 64 ? PREFILL_GROUPS : 2;
+  static constexpr int kRows = kGroups * kGroupRows;
+  static constexpr int kConsumers = kGroups * sm90::kWarpgroupSize;
+  static constexpr int kThreads = kConsumers + sm90::kWarpgroupSize;
+  static constexpr int kEntries = 2;  // items whose queries are here
   static constexpr int kStages = kHeadDim <= 64 ? 8 : 4;
   // Registers of a thread: what the serving warpgroup gives up the others take.
-  static constexpr int kServerRegisters = kHeadDim <= 64 ? 72 : 56;
-  static constexpr int kComputeRegisters = kHeadDim <= 64 ? 216 : 224;
+  static constexpr int kServerRegisters = 56;
+  static constexpr int kComputeRegisters = kGroups == 3 ? 152 : 224;
   static constexpr int kStageBytes = 2 * kTileBytes;
   static constexpr int kRing = kEntries * kGroups * kTileBytes;
   static constexpr int kItems = kRing + kStages * kStageBytes;
@@ -81,10 +80,11 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
   const int lane = threadIdx.x % kWarpSize;
   const int thread = threadIdx.x % sm90::kWarpgroupSize;
   const int group = __shfl_sync(kFullMask, static_cast<int>(threadIdx.x) / sm90::kWarpgroupSize, 0);
-  const int own_turn = 1 + kGroups + group, other_turn = 1 + kGroups + (group ^ 1);
+  constexpr int kTurnThreads = 2 * sm90::kWarpgroupSize;  // who waits, and who gives the turn
+  const int own_turn = 1 + L::kGroups + group;
+  const int next_turn = 1 + L::kGroups + (group + 1) % L::kGroups;
   const float c = w.c;
 
-  uint32_t q[L::kQueriesInRegisters ? kSteps : 1][4];
   uint32_t queries = 0;
   RingPlace<L::kEntries> entry;
   auto load_item = [&] {
@@ -103,25 +103,12 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
     T* out = static_cast<T*>(w.p.out) + 2 * (lane % 4);
     r.out0 = rows.exists(row0) ? out + rows.offset(row0, kHeadDim) : nullptr;
     r.out1 = rows.exists(row1) ? out + rows.offset(row1, kHeadDim) : nullptr;
-    queries = base + (entry.at * kGroups + group) * L::kTileBytes;
-    if constexpr (L::kQueriesInRegisters) {
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k)
-        load_matrices(
-            q[k], queries + tile_offset<kHeadDim>(thread / kWarpSize * kMmaRows + lane % kMmaRows,
-                                                  2 * k + lane / kMmaRows));
-      __syncwarp();
-      if (lane == 0) sm90::mbarrier_arrive(base + L::kEntryBarriers + entry.at * 24 + 16);
-      entry.advance();
-    }
+    queries = base + (entry.at * L::kGroups + group) * L::kTileBytes;
     return r;
   };
-  // Larger heads read the queries where they lie, until the item's last scores.
-  auto release_queries = [&] {
-    if constexpr (!L::kQueriesInRegisters) {
-      if (lane == 0) sm90::mbarrier_arrive(base + L::kEntryBarriers + entry.at * 24 + 16);
-      entry.advance();
-    }
+  auto release_queries = [&] {  // after the item's last scores
+    if (lane == 0) sm90::mbarrier_arrive(base + L::kEntryBarriers + entry.at * 24 + 16);
+    entry.advance();
   };
 
   float s[kScores], o[kOut], total_o[kOut];
@@ -136,12 +123,8 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       const uint32_t step = k / 4 * (L::kPanelBytes >> 4) + k % 4 * 2;
-      if constexpr (L::kQueriesInRegisters) {
-        wgmma_registers<T, false>(s, q[k], sm90::descriptor(b + step), k != 0);
-      } else {
-        sm90::wgmma<T>(s, sm90::descriptor(sm90::descriptor_low(queries) + step),
-                       sm90::descriptor(b + step), k != 0);
-      }
+      sm90::wgmma<T>(s, sm90::descriptor(sm90::descriptor_low(queries) + step),
+                     sm90::descriptor(b + step), k != 0);
     }
     sm90::wgmma_commit();
   };
@@ -156,10 +139,13 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
     sm90::wgmma_commit();
   };
   // Scores of tile t, which have arrived, to probabilities.
-  auto soften = [&](int t, const PrefillRows<T>& r) {
+  auto soften = [&](int t, const PrefillRows<T>& r, auto&& give_turn) {
     const int start = t * kTileTokens;
     if (t >= r.first_masked) mask_scores(s, r.last0 - start, r.last1 - start);
-    const float top0 = fmaxf(m[0], max_score<0>(s)), top1 = fmaxf(m[1], max_score<1>(s));
+    float top[2] = {fmaxf(m[0], max_score<0>(s)), fmaxf(m[1], max_score<1>(s))};
+    sm90::pin_registers(top);
+    give_turn();
+    const float top0 = top[0], top1 = top[1];
     const float shift0 = exponent_shift(top0, c), shift1 = exponent_shift(top1, c);
     factor[0] = rescale_factor(m[0], c, shift0);
     factor[1] = rescale_factor(m[1], c, shift1);
@@ -209,14 +195,16 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
 
   PrefillRows<T> now = load_item();
   if (now.num_tiles == 0) return;
-  if (group == 1) group_arrive(other_turn, kConsumers);
+#if PREFILL_TURN != 2
+  if (group == L::kGroups - 1) group_arrive(next_turn, kTurnThreads);
+#endif
   RingPlace<L::kStages> stage;
   sm90::mbarrier_wait(base + L::kStageBarriers, 0);
   issue_scores(base + L::kRing);
   sm90::wgmma_wait<0>();
   sm90::pin_registers(s);
   if (now.num_tiles == 1) release_queries();
-  soften(0, now);
+  soften(0, now, [] {});
   to_operands();
 
   int t = 0;
@@ -238,12 +226,16 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
     if (more) sm90::mbarrier_wait(base + L::kStageBarriers + stage.at * 24, stage.phase);
     sm90::mbarrier_wait(barriers + 8, values_phase);
     if (valid < kTileTokens) clear_values(valid, values);
-    group_barrier(own_turn, kConsumers);
+#if PREFILL_TURN != 2
+    group_barrier(own_turn, kTurnThreads);
+#endif
     // After the last item these are scores of old keys, which nobody uses: a branch around a wgmma
     // would make the compiler wait for each.
     issue_scores(base + L::kRing + stage.at * L::kStageBytes);
     issue_values(values, t % kTilesPerSplit == 0);
-    group_arrive(other_turn, kConsumers);
+#if PREFILL_TURN == 0
+    group_arrive(next_turn, kTurnThreads);
+#endif
 
     const float split_m[2] = {m[0], m[1]}, split_l[2] = {l[0], l[1]};
     if (split_ends) {
@@ -253,7 +245,11 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
     sm90::wgmma_wait<1>();
     sm90::pin_registers(s);
     if (next_t + 1 == now.num_tiles) release_queries();
-    soften(next_t, now);
+    soften(next_t, now, [&] {
+#if PREFILL_TURN == 1
+      group_arrive(next_turn, kTurnThreads);
+#endif
+    });
     sm90::wgmma_wait<0>();
     sm90::pin_registers(o);
     if (lane == 0) sm90::mbarrier_arrive(barriers + 16);

@@ -48,7 +48,7 @@ __device__ __forceinline__ void serve_keys(const PrefillSm90Work& work, uint32_t
   const int tiles_a_look = kWarpSize / boxes_a_tile;
   const uint64_t policy = sm90::evict_normal_policy();
   sm90::prefetch_tensor_map(&work.map);
-  PrefillSchedule<kBlockRows> schedule(w);
+  PrefillSchedule<L::kRows> schedule(w);
   RingPlace<L::kStages> stage;
   RingPlace<L::kEntries> entry;
   while (true) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void serve_queries(const PrefillWork& w, uint32_t bas
                                               const PrefillItem* items) {
   using L = PrefillLayout<kHeadDim>;
   constexpr int kPieces = kHeadDim / 8;
-  const int thread = threadIdx.x - (kPrefillThreads - kQueryThreads);
+  const int thread = threadIdx.x - (L::kThreads - kQueryThreads);
   RingPlace<L::kEntries> entry;
   while (true) {
     const uint32_t barriers = base + L::kEntryBarriers + entry.at * 24;
@@ -110,9 +110,9 @@ __device__ __forceinline__ void serve_queries(const PrefillWork& w, uint32_t bas
     const PrefillItem item = items[entry.at];
     if (item.num_tiles > 0) {
       const QueryRows rows = item.rows(w);
-      const uint32_t to = base + entry.at * kGroups * L::kTileBytes;
+      const uint32_t to = base + entry.at * L::kGroups * L::kTileBytes;
       const T* q = static_cast<const T*>(w.p.q);
-      for (int i = thread; i < kBlockRows * kPieces; i += kQueryThreads) {
+      for (int i = thread; i < L::kRows * kPieces; i += kQueryThreads) {
         const int r = i / kPieces, piece = i % kPieces;
         const bool exists = rows.exists(item.first_row + r);
         const T* from = exists ? q + rows.offset(item.first_row + r, kHeadDim) + piece * 8 : q;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void serve_queries(const PrefillWork& w, uint32_t bas
 #endif  // MINIVLLM_SM90A
 
 template <typename T, int kHeadDim>
-static __global__ void __launch_bounds__(kPrefillThreads, 1)
+static __global__ void __launch_bounds__(PrefillLayout<kHeadDim>::kThreads, 1)
     prefill_sm90_kernel(const __grid_constant__ PrefillSm90Work work) {
 #ifdef MINIVLLM_SM90A
   using L = PrefillLayout<kHeadDim>;
@@ -149,21 +149,21 @@ static __global__ void __launch_bounds__(kPrefillThreads, 1)
       const uint32_t barriers = base + L::kStageBarriers + i * 24;
       sm90::mbarrier_init(barriers, 1);
       sm90::mbarrier_init(barriers + 8, 1);
-      sm90::mbarrier_init(barriers + 16, kConsumerWarps);
+      sm90::mbarrier_init(barriers + 16, L::kConsumers / kWarpSize);
     }
     for (int i = 0; i < L::kEntries; ++i) {
       const uint32_t barriers = base + L::kEntryBarriers + i * 24;
       sm90::mbarrier_init(barriers, 1);
       sm90::mbarrier_init(barriers + 8, kQueryThreads / kWarpSize);
-      sm90::mbarrier_init(barriers + 16, kConsumerWarps);
+      sm90::mbarrier_init(barriers + 16, L::kConsumers / kWarpSize);
     }
     sm90::mbarrier_init_fence();
   }
   pdl_wait();
   __syncthreads();
-  if (threadIdx.x >= kConsumers) {
+  if (threadIdx.x >= L::kConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(L::kServerRegisters));
-    if (threadIdx.x < kConsumers + kWarpSize) {
+    if (threadIdx.x < L::kConsumers + kWarpSize) {
       serve_keys<kHeadDim>(work, base, items);
     } else {
       serve_queries<T, kHeadDim>(work.w, base, items);
@@ -177,6 +177,7 @@ static __global__ void __launch_bounds__(kPrefillThreads, 1)
 
 template <typename T, int kHeadDim>
 static void launch_prefill_sm90(const AttentionParams& p, int group, Stream stream) {
+  using L = PrefillLayout<kHeadDim>;
   constexpr int64_t kGroupBytes = int64_t{20} << 20;  // of keys and values: well inside L2
   const KvCache& kv = p.kv;
   PrefillSm90Work work = {};
@@ -187,10 +188,10 @@ static void launch_prefill_sm90(const AttentionParams& p, int group, Stream stre
   work.map = sm90::k_block_map(
       kv.cache, p.dtype, kv.num_blocks * 2 * kv.num_kv_heads * kv.block_size, kHeadDim, kHeadDim,
       static_cast<int>(std::min<int64_t>(kv.block_size, kTileTokens)), 1);
-  const int64_t items = max_query_tiles(p, group, kBlockRows) * kv.num_kv_heads;
+  const int64_t items = max_query_tiles(p, group, L::kRows) * kv.num_kv_heads;
   const auto grid = static_cast<unsigned>(std::min<int64_t>(num_sms(), items));
-  MINIVLLM_LAUNCH(prefill_sm90_kernel<T, kHeadDim>, dim3(grid), dim3(kPrefillThreads),
-                  PrefillLayout<kHeadDim>::kBytes, stream, work);
+  MINIVLLM_LAUNCH(prefill_sm90_kernel<T, kHeadDim>, dim3(grid), dim3(L::kThreads), L::kBytes,
+                  stream, work);
 }
 
 }  // namespace minivllm::cuda::attention

@@ -96,6 +96,18 @@ __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t mapped_barrier) 
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped_barrier) : "memory");
 }
 
+// ---- copies by threads ----------------------------------------------------------------------
+
+// Copies 16 bytes to shared memory, past L1.
+__device__ __forceinline__ void copy_16(uint32_t destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source)
+               : "memory");
+}
+// Arrives when this thread's copies so far have landed. The barrier counts it among its arrivals.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // ---- bulk tensor copies ---------------------------------------------------------------------
 
 __device__ __forceinline__ uint64_t evict_first_policy() {
@@ -139,16 +151,6 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t destination, const C
       ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(
           destination),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(ranks), "l"(policy)
-      : "memory");
-}
-
-// Brings the box to L2 only.
-__device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, int c0, int c1, int c2,
-                                             uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.prefetch.tensor.3d.L2.global.tile.L2::cache_hint [%0, {%1, %2, %3}], %4;" ::
-          "l"(map),
-      "r"(c0), "r"(c1), "r"(c2), "l"(policy)
       : "memory");
 }
 
@@ -218,16 +220,6 @@ inline CUtensorMap k_block_map(const void* matrix, DType dtype, int64_t rows, in
   const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_stride) * 2, kSwizzleRow};
   const cuuint32_t box[3] = {kBlock, static_cast<cuuint32_t>(box_rows),
                              static_cast<cuuint32_t>(box_blocks)};
-  return encode_tensor_map(matrix, dtype, 3, sizes, strides, box);
-}
-
-// The same matrix for boxes of one k-block, as [1][rows][k].
-inline CUtensorMap flat_map(const void* matrix, DType dtype, int64_t rows, int64_t k,
-                            int64_t row_stride, int box_rows) {
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(rows), 1};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_stride) * 2,
-                                 static_cast<cuuint64_t>(row_stride) * 2};
-  const cuuint32_t box[3] = {kSwizzleRow / 2, static_cast<cuuint32_t>(box_rows), 1};
   return encode_tensor_map(matrix, dtype, 3, sizes, strides, box);
 }
 

@@ -20,13 +20,15 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 NONE, RESIDUAL, SILU_MUL = range(3)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# warpgroups, columns, k-blocks a stage, CTAs of a cluster: the instances of csrc/cuda/gemm_sm90.cuh
+# warpgroups, columns, k-blocks a stage, CTAs of a cluster, tokens copied by threads: the instances of
+# csrc/cuda/gemm_launch.cuh
 INSTANCES = [
-    *[(1, n, b, 1) for n in (16, 24, 32) for b in (1, 4, 8)],
-    *[(1, n, b, 1) for n, b in ((48, 1), (48, 4), (64, 1), (64, 2), (64, 4), (96, 1), (128, 1))],
-    *[(2, n, 1, 1) for n in (64, 96, 128, 192, 256)],
-    *[(1, n, b, 2) for n, b in ((16, 4), (24, 4), (32, 4), (48, 4), (64, 2), (96, 1), (128, 1))],
-    *[(2, n, 1, 2) for n in (32, 64, 96, 128, 192, 256)],
+    *[(1, n, b, 1, 0) for n in (16, 24, 32) for b in (1, 4, 8)],
+    *[(1, n, b, 1, 0) for n, b in ((48, 1), (48, 4), (64, 1), (64, 2), (128, 1))],
+    *[(2, n, 1, 1, 0) for n in (128, 192, 256)],
+    *[(1, n, b, 2, 0) for n, b in ((32, 4), (48, 4), (64, 2), (96, 1), (128, 1))],
+    *[(2, n, 1, 2, 0) for n in (32, 64, 96, 128, 192, 256)],
+    *[(1, n, b, 1, 1) for n, b in ((16, 8), (24, 8), (32, 8), (64, 2))],
 ]
 WRAPPER = """
 #include <cstdio>
@@ -43,9 +45,8 @@ extern "C" int gemm(void* out, const void* x, const void* weight, const void* bi
     const Stream s = static_cast<Stream>(stream);
     if (!cuda::linear_supported(p)) return 2;
     if (config == nullptr) {{ cuda::linear(p, s); return 0; }}
-    const cuda::GemmConfig c = {{config[0], config[1], config[2], config[3], config[4], config[5],
-                                config[6] != 0,
-                                static_cast<cuda::Sharing>(config[7])}};
+    const cuda::GemmConfig c = {{config[0], config[1], config[2], config[3],
+                                static_cast<cuda::Sharing>(config[4]), config[5] != 0}};
     if (p.dtype == DType::kBFloat16) cuda::launch_gemm_bf16(p, c, s); else cuda::launch_gemm_fp16(p, c, s);
     return 0;
   }} catch (const std::exception& e) {{ fprintf(stderr, "%s\\n", e.what()); return 1; }}
@@ -54,11 +55,9 @@ extern "C" void chosen(int64_t num_tokens, int64_t n, int64_t k, int* config) {{
   LinearParams p = {{}};
   p.num_tokens = num_tokens; p.n = n; p.k = k; p.dtype = p.out_dtype = DType::kBFloat16;
   const cuda::GemmConfig c = cuda::choose_gemm_config(p, 132);
-  const int values[8] = {{c.warpgroups,  c.columns,        c.stage_blocks,
-                         c.ring_bytes, c.prefetch_bytes, c.ctas_per_sm,
-                         c.flat,
-                         static_cast<int>(c.sharing)}};
-  for (int i = 0; i < 8; ++i) config[i] = values[i];
+  const int values[6] = {{c.warpgroups, c.columns, c.stage_blocks, c.ring_bytes,
+                         static_cast<int>(c.sharing), c.direct_tokens}};
+  for (int i = 0; i < 6; ++i) config[i] = values[i];
 }}
 """
 
@@ -100,7 +99,7 @@ class Gemm:
 
     def __call__(self, out, x, weight, bias=None, epilogue=NONE, config=None) -> None:
         n, k = weight.shape
-        values = None if config is None else (ctypes.c_int * 8)(*config)
+        values = None if config is None else (ctypes.c_int * 6)(*config)
         status = self.library.gemm(
             out.data_ptr(),
             x.data_ptr(),
@@ -121,7 +120,7 @@ class Gemm:
             raise RuntimeError(f"gemm failed with {status}: {tuple(x.shape)} {tuple(weight.shape)} {config}")
 
     def chosen(self, m: int, n: int, k: int) -> tuple[int, ...]:
-        values = (ctypes.c_int * 8)()
+        values = (ctypes.c_int * 6)()
         self.library.chosen(m, n, k, values)
         return tuple(values)
 
@@ -166,12 +165,12 @@ def check_shape(gemm: Gemm, n: int, k: int, dtype: torch.dtype, tokens: list[int
         configs: list[tuple[int, ...] | None] = [None]
         if instances:
             configs += [
-                (*i[:3], ring * 1024, prefetch * 1024, per_sm, flat, sharing)
+                (*i[:3], ring * 1024, sharing, i[4])
                 for i in INSTANCES
-                for ring, prefetch, per_sm, flat in ((192, 0, 1, 0), (90, 50, 2, 1))
+                for ring in (192, 90)
                 for sharing in ((0,) if i[3] == 1 else (1, 2))
                 if (k // 64) % i[2] == 0 and (i[0] == 1 or m > 64)
-                if not (sharing == 1 and i[2] == 1 and m <= 8)
+                if not (i[4] and m > 8) and not (sharing == 1 and i[2] == 1 and m <= 8)
             ]
         for config in configs:
             where = f"n={n} k={k} m={m} {dtype} {config}"

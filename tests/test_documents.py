@@ -1,0 +1,212 @@
+"""The documents: their code runs, their links lead somewhere, the API reference is what the docstrings say."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import os
+import re
+import runpy
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tiny import tiny_model
+
+from minivllm import BatchEngine, Delta, Generation, Handle, SamplingParams, aio, cli, request, views
+from minivllm import calls as calls_module
+from minivllm import engine as engine_module
+from minivllm import handle as handle_module
+from minivllm import timeline as timeline_module
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MODELS = ("path/or/hub-id", "path/to/model")  # what the documents call a model
+PORT = "8000"  # and where they find a server
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+NOT_RUN = re.compile(r"<!-- not run: (\S.*?) -->\s*$")
+
+
+@dataclass
+class Block:
+    language: str
+    code: str
+    line: int
+    reason: str | None  # why it is not run
+
+
+def blocks_of(page):
+    text = page.read_text(encoding="utf-8")
+    for found in FENCE.finditer(text):
+        mark = NOT_RUN.search(text[: found.start()])
+        yield Block(found[2], found[3], text[: found.start()].count("\n") + 2, mark and mark[1])
+
+
+def name(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class Runner:
+    """Run one page's blocks in order: Python in one namespace, shell lines in one folder, a server behind them."""
+
+    def __init__(self, model, folder):
+        self.model, self.folder = str(model), folder
+        self.namespace = {"__name__": "document"}
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = str(free.getsockname()[1])
+        self.server = None
+
+    def fill_in(self, code):
+        for stand_in in MODELS:
+            code = code.replace(stand_in, self.model)
+        return code.replace(f":{PORT}", f":{self.port}").replace(f"--port {PORT}", f"--port {self.port}")
+
+    def python(self, block, page):
+        code = compile("\n" * (block.line - 1) + self.fill_in(block.code), name(page), "exec")
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(code, self.namespace)
+
+    def shell(self, block):
+        code = self.fill_in(block.code)
+        lines = [line for line in code.replace("\\\n", " ").splitlines() if line.strip()]
+        if lines[0].startswith("minivllm serve"):
+            assert len(lines) == 1 and self.server is None
+            self.serve(shlex.split(lines[0]))
+        elif all(line.startswith("minivllm ") and not set("|<>$&") & set(line) for line in lines):
+            for line in lines:  # in this process: starting torch anew for each takes seconds
+                with contextlib.redirect_stdout(io.StringIO()) as out:
+                    assert cli.main(shlex.split(line)[1:]) == 0, line
+                assert out.getvalue().strip(), f"{line} said nothing"
+        else:
+            path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+            command = ["bash", "-euc", code]
+            done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=100)
+            assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
+            assert done.stdout.strip(), f"{code} said nothing"
+
+    def serve(self, command):
+        arguments = [sys.executable, "-m", "minivllm", *command[1:]]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.server = subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True)
+        end = time.monotonic() + 60
+        while True:
+            assert self.server.poll() is None, self.server.stderr.read()
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
+                    return
+            except OSError:
+                assert time.monotonic() < end, "the server did not start"
+                time.sleep(0.1)
+
+    def stop(self):
+        for value in self.namespace.values():
+            if isinstance(value, BatchEngine) or hasattr(value, "base_url"):  # an engine, a client
+                value.close()
+        if self.server is not None:
+            self.server.send_signal(signal.SIGINT)
+            _, error = self.server.communicate(timeout=30)
+            assert self.server.returncode == 0, error
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_the_code_runs(page, model, tmp_path, monkeypatch):
+    blocks = [b for b in blocks_of(page) if b.language in ("python", "bash")]
+    monkeypatch.chdir(tmp_path)
+    runner = Runner(model, tmp_path)
+    try:
+        for block in blocks:
+            if block.reason is not None:
+                continue
+            if "curl" in block.code and shutil.which("curl") is None:
+                continue
+            if block.language == "python":
+                runner.python(block, page)
+            else:
+                runner.shell(block)
+    finally:
+        runner.stop()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_exist(page):
+    """What is not run is read at least: commands by the parser of minivllm, targets of make, files of this checkout."""
+    makefile = (ROOT / "Makefile").read_text()
+    for block in blocks_of(page):
+        if block.language not in ("bash", "sh", ""):
+            continue
+        for line in block.code.replace("\\\n", " ").splitlines():
+            words = [w for w in shlex.split(line, comments=True) if not re.fullmatch(r"[A-Z_]+=.*", w)]
+            if words[:1] == ["minivllm"]:
+                with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+                    cli.build_parser().parse_args([w for w in words[1:] if w not in "|&"])
+            elif words[:1] == ["make"]:
+                assert all(re.search(rf"^{w}:", makefile, re.MULTILINE) for w in words[1:]), line
+            elif words[:1] == ["python"] and words[1].endswith(".py"):
+                assert (ROOT / words[1]).is_file(), line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"(?:src|srcset)=\"([^\"]+)\"", text)
+    for target in targets:
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        there = (page.parent / path) if path else page
+        assert there.exists(), f"{name(page)}: {target}"
+        if anchor and there.suffix == ".md":
+            titles = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor in anchors, f"{name(page)}: {target}"
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in index, page.name
+
+
+def test_every_picture_is_shown():
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for picture in (ROOT / "docs" / "images").iterdir():
+        assert picture.name in pages, picture.name
+        assert picture.stat().st_size < 400_000, picture.name
+
+
+def test_the_api_reference_is_what_the_docstrings_say():
+    made = runpy.run_path(str(ROOT / "docs" / "make_api.py"))["render"]()
+    there = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert there == made, "docs/api.md is stale: python docs/make_api.py"
+
+
+MODULES = [engine_module, calls_module, handle_module, views, timeline_module, request, aio]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_the_examples_of_the_docstrings_run(module, model, tmp_path):
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
+    runner = doctest.DocTestRunner(optionflags=flags)
+    names = {"BatchEngine": BatchEngine, "SamplingParams": SamplingParams, "Delta": Delta}
+    names |= {"Generation": Generation, "Handle": Handle, "model": model, "tmp": tmp_path}
+    for test in doctest.DocTestFinder(exclude_empty=True).find(module):
+        if test.examples:
+            with BatchEngine(model, device="cpu", num_slots=2) as engine:
+                test.globs.update(names, engine=engine)
+                out = io.StringIO()
+                runner.run(test, out=out.write, clear_globs=False)
+                assert runner.failures == 0, out.getvalue()
