@@ -152,11 +152,13 @@ def generation_text(generation: Generation) -> str:
 
 def _about(generation: Generation) -> str:
     stats, reason = generation.stats, generation.finish_reason
+    known = generation.request_id >= 0  # False for a prompt that was refused before it became a request
+    name = f"request {generation.request_id}" if known else f"prompt {generation.index}"
     if generation.error is not None:
-        return f"prompt {generation.index}: error: {generation.error}"
+        return f"{name}: error: {generation.error}"
     stop = f" at {generation.stop_reason!r}" if generation.stop_reason is not None else ""
     parts = [
-        f"prompt {generation.index}: {reason}{stop}",
+        f"{name}: {reason}{stop}",
         f"{len(generation.prompt_token_ids)} + {len(generation.token_ids)} tokens",
         f"first after {stats.ttft:.3f} s",
     ]

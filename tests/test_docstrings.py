@@ -38,7 +38,9 @@ def path(tmp_path_factory):
 
 
 def examples_of(module: str) -> list[doctest.DocTest]:
-    return [t for t in doctest.DocTestFinder(exclude_empty=True).find(import_module(f"minivllm.{module}")) if t.examples]
+    return [
+        t for t in doctest.DocTestFinder(exclude_empty=True).find(import_module(f"minivllm.{module}")) if t.examples
+    ]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -126,7 +126,9 @@ def attention_by_batch(q, kv, table, slots, lens, max_seq_len, scale, workspace)
         scores = torch.einsum("hd,thd->ht", q[row].float(), keys) * scale
         weights = (scores - scores.max(1, keepdim=True).values).exp()
         total = sum(w.sum(1) for w in weights.split(split, 1))
-        parts = [torch.einsum("ht,thd->hd", w, v) for w, v in zip(weights.split(split, 1), values.split(split), strict=True)]
+        parts = [
+            torch.einsum("ht,thd->hd", w, v) for w, v in zip(weights.split(split, 1), values.split(split), strict=True)
+        ]
         out[row] = (sum(parts) / total[:, None]).to(q.dtype)
     return out
 

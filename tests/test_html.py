@@ -132,6 +132,7 @@ def test_stats_print_one_a_line(engine):
 def answer(**changes):
     fields = {
         "index": 2,
+        "request_id": 12,
         "prompt_token_ids": [1, 2, 3],
         "text": "<b>4</b> & more",
         "token_ids": [4, 5],
@@ -145,13 +146,14 @@ def answer(**changes):
 
 def test_an_answer_prints_as_one():
     assert str(answer()) == (
-        "prompt 2: stop, 3 + 2 tokens, first after 0.012 s, 41.3 tokens/s, 16 cached\n<b>4</b> & more"
+        "request 12: stop, 3 + 2 tokens, first after 0.012 s, 41.3 tokens/s, 16 cached\n<b>4</b> & more"
     )
-    assert str(answer(stop_reason="\n")).startswith("prompt 2: stop at '\\n', 3 + 2")
+    assert str(answer(stop_reason="\n")).startswith("request 12: stop at '\\n', 3 + 2")
     two = [Sample(0, "a", [4], "stop"), Sample(1, "b", [5], "length")]
     assert str(answer(samples=two)).splitlines()[1:] == ["[0] a (stop)", "[1] b (length)"]
     assert str(answer(text="", samples=[])).splitlines()[1] == "[4, 5]"  # a model without a tokenizer
-    assert str(answer(error="too long", finish_reason="error", text="", token_ids=[])) == "prompt 2: error: too long"
+    refused = answer(error="too long", finish_reason="error", text="", token_ids=[], request_id=-1)
+    assert str(refused) == "prompt 2: error: too long"
 
 
 def test_html_nests_and_is_escaped():

@@ -20,7 +20,7 @@ from minivllm.request import SamplingParams
 
 PACKAGE = str(Path(minivllm.__file__).parent)
 # Where CPython looks for a signal: as a function begins, after a call, and before it jumps back.
-CHECKS = {"RESUME", "CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD", "PRECALL"}
+CHECKS = {"RESUME", "CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
 
 A, B, C = [1, 2, 3, 4, 5], [2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5]
 HOT = greedy(7, temperature=1.0, seed=3, logprobs=1)

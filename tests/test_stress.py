@@ -1,4 +1,4 @@
-"""Two thousand requests of random kind, some cancelled, some failing on purpose: nothing is lost, nothing is mixed up."""
+"""Two thousand requests of random kind, some cancelled, some failing: nothing is lost or mixed up."""
 
 from __future__ import annotations
 

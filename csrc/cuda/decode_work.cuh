@@ -19,10 +19,8 @@ constexpr int64_t kCounterBytes = kDecodeMaxBlocks * sizeof(int32_t);
 enum DecodeBarrier { kCompute = 1, kBeganBefore = 2, kGoesOn = 3 };
 
 __device__ __forceinline__ void named_barrier(int id, int threads) {
+  __syncwarp();  // the barrier counts whole warps
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 __device__ __forceinline__ void compute_barrier() {
   named_barrier(kCompute, kDecodeComputeThreads);
@@ -287,7 +285,7 @@ struct RowSoFar {
       total.write(out, heads.count);
     } else {
       if (from_start) total.store(partial<kHeadDim>(w, counts, item, 0), heads.count);
-      named_arrive(from_start ? kGoesOn : kBeganBefore, kDecodeComputeThreads + kWarpSize);
+      named_barrier(from_start ? kGoesOn : kBeganBefore, kDecodeComputeThreads + kWarpSize);
     }
     from_start = true;
   }

@@ -15,7 +15,6 @@ struct GemmConfig {
   int stage_blocks;  // k-blocks of 64 in a stage of the ring; divides k / 64
   int ring_bytes;    // at most this much shared memory for the ring; at least two stages are taken
   Sharing sharing;
-  bool direct_tokens;  // at most 8, copied by threads: see gemm_sm90.cuh
 };
 
 GemmConfig choose_gemm_config(const LinearParams& p, int num_sms);

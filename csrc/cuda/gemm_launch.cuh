@@ -7,15 +7,11 @@
 
 namespace minivllm::cuda::gemm {
 
-template <typename T, int kWarpgroups, int kN, int kBlocks, int kCluster, bool kDirect>
+template <typename T, int kWarpgroups, int kN, int kBlocks, int kCluster>
 void launch_instance(const LinearParams& p, const GemmConfig& config, Stream stream) {
   constexpr int kTokens = kWarpgroups * kTileTokens;
   const auto ceil_div = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
   Problem problem;
-  if (kDirect && p.num_tokens > kDirectTokens)
-    throw std::invalid_argument("too many tokens to copy by threads");
-  problem.tokens = p.x;
-  problem.token_stride = p.x_stride;
   problem.sharing = config.sharing;
   const int shared_tokens = config.sharing == Sharing::kTokens ? kCluster : 1;
   const int shared_weights = config.sharing == Sharing::kWeights ? kCluster : 1;
@@ -66,13 +62,8 @@ void launch_instance(const LinearParams& p, const GemmConfig& config, Stream str
       problem.stages * stage_bytes + staging_bytes + std::max(0, behind - weight_ring);
   const int smem = problem.barriers + 2 * problem.stages * static_cast<int>(sizeof(uint64_t));
   const auto kernel = [] {
-    if constexpr (kDirect) {
-      return gemm_direct_kernel<T, kN, kBlocks>;
-    } else if constexpr (kCluster == 2) {
-      return gemm_pair_kernel<T, kWarpgroups, kN, kBlocks>;
-    } else {
-      return gemm_kernel<T, kWarpgroups, kN, kBlocks>;
-    }
+    if constexpr (kCluster == 1) return gemm_kernel<T, kWarpgroups, kN, kBlocks>;
+    if constexpr (kCluster == 2) return gemm_pair_kernel<T, kWarpgroups, kN, kBlocks>;
   }();
   // An SM cannot change its split of L1 and shared memory while it works: with the largest share
   // the next kernel's CTAs fit in beside these.
@@ -83,16 +74,14 @@ void launch_instance(const LinearParams& p, const GemmConfig& config, Stream str
                   problem);
 }
 
-template <typename T, int kWarpgroups, int kN, int kBlocks, int kCluster, bool kDirect>
+template <typename T, int kWarpgroups, int kN, int kBlocks, int kCluster>
 struct Instance {
   static bool matches(const GemmConfig& config) {
     return config.warpgroups == kWarpgroups && config.columns == kN &&
-           config.stage_blocks == kBlocks &&
-           (config.sharing == Sharing::kNone ? 1 : 2) == kCluster &&
-           config.direct_tokens == kDirect;
+           config.stage_blocks == kBlocks && (config.sharing == Sharing::kNone ? 1 : 2) == kCluster;
   }
   static void launch(const LinearParams& p, const GemmConfig& config, Stream stream) {
-    launch_instance<T, kWarpgroups, kN, kBlocks, kCluster, kDirect>(p, config, stream);
+    launch_instance<T, kWarpgroups, kN, kBlocks, kCluster>(p, config, stream);
   }
 };
 
@@ -103,22 +92,16 @@ void launch_gemm(const LinearParams& p, const GemmConfig& config, Stream stream)
         ((instances.matches(config) && (instances.launch(p, config, stream), true)) || ...);
     if (!found) throw std::invalid_argument("no such instance of the matrix product");
   };
-  run(Instance<T, 1, 16, 1, 1, false>{}, Instance<T, 1, 16, 4, 1, false>{},
-      Instance<T, 1, 16, 8, 1, false>{}, Instance<T, 1, 24, 1, 1, false>{},
-      Instance<T, 1, 24, 4, 1, false>{}, Instance<T, 1, 24, 8, 1, false>{},
-      Instance<T, 1, 32, 1, 1, false>{}, Instance<T, 1, 32, 4, 1, false>{},
-      Instance<T, 1, 32, 8, 1, false>{}, Instance<T, 1, 48, 1, 1, false>{},
-      Instance<T, 1, 48, 4, 1, false>{}, Instance<T, 1, 64, 1, 1, false>{},
-      Instance<T, 1, 64, 2, 1, false>{}, Instance<T, 1, 128, 1, 1, false>{},
-      Instance<T, 2, 128, 1, 1, false>{}, Instance<T, 2, 192, 1, 1, false>{},
-      Instance<T, 2, 256, 1, 1, false>{}, Instance<T, 1, 32, 4, 2, false>{},
-      Instance<T, 1, 48, 4, 2, false>{}, Instance<T, 1, 64, 2, 2, false>{},
-      Instance<T, 1, 96, 1, 2, false>{}, Instance<T, 1, 128, 1, 2, false>{},
-      Instance<T, 2, 32, 1, 2, false>{}, Instance<T, 2, 64, 1, 2, false>{},
-      Instance<T, 2, 96, 1, 2, false>{}, Instance<T, 2, 128, 1, 2, false>{},
-      Instance<T, 2, 192, 1, 2, false>{}, Instance<T, 2, 256, 1, 2, false>{},
-      Instance<T, 1, 16, 8, 1, true>{}, Instance<T, 1, 24, 8, 1, true>{},
-      Instance<T, 1, 32, 8, 1, true>{}, Instance<T, 1, 64, 2, 1, true>{});
+  run(Instance<T, 1, 16, 1, 1>{}, Instance<T, 1, 16, 4, 1>{}, Instance<T, 1, 16, 8, 1>{},
+      Instance<T, 1, 24, 1, 1>{}, Instance<T, 1, 24, 4, 1>{}, Instance<T, 1, 24, 8, 1>{},
+      Instance<T, 1, 32, 1, 1>{}, Instance<T, 1, 32, 4, 1>{}, Instance<T, 1, 32, 8, 1>{},
+      Instance<T, 1, 48, 1, 1>{}, Instance<T, 1, 48, 4, 1>{}, Instance<T, 1, 64, 1, 1>{},
+      Instance<T, 1, 64, 2, 1>{}, Instance<T, 1, 128, 1, 1>{}, Instance<T, 2, 128, 1, 1>{},
+      Instance<T, 2, 192, 1, 1>{}, Instance<T, 2, 256, 1, 1>{}, Instance<T, 1, 32, 4, 2>{},
+      Instance<T, 1, 48, 4, 2>{}, Instance<T, 1, 64, 2, 2>{}, Instance<T, 1, 96, 1, 2>{},
+      Instance<T, 1, 128, 1, 2>{}, Instance<T, 2, 32, 1, 2>{}, Instance<T, 2, 64, 1, 2>{},
+      Instance<T, 2, 96, 1, 2>{}, Instance<T, 2, 128, 1, 2>{}, Instance<T, 2, 192, 1, 2>{},
+      Instance<T, 2, 256, 1, 2>{});
 }
 
 }  // namespace minivllm::cuda::gemm

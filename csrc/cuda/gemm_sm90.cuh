@@ -7,8 +7,9 @@
 // many rows as needed are copied: the rows of the operand behind them are whatever follows in
 // shared memory, and what comes of those rows is never stored.
 //
-// At most 8 tokens may be copied by the warp's threads instead: the copy engine works in order, and
-// what the next kernel's CTA asks of it on the same SM, its weights, would stand before them.
+// Two CTAs of a cluster may work on neighbouring tiles in step: each copies half of the operand
+// that they have in common, to both. That takes load from L2, which bounds products of 65 tokens
+// on.
 //
 // Weights do not depend on the kernel before, so the ring is filled with them before pdl_wait.
 #pragma once
@@ -52,8 +53,6 @@ struct Problem {
   int barriers;        // offset of the barriers in shared memory
   bool stream_weight;  // each weight is read once: it need not stay in L2
   Sharing sharing;
-  const void* tokens;  // x, for direct copies
-  int64_t token_stride;
 };
 
 struct Tile {
@@ -164,52 +163,7 @@ __device__ __forceinline__ void produce(const Problem& p, uint32_t x_ring, uint3
   }
 }
 
-constexpr int kDirectTokens = 8;
-
-// The same by a whole warp that copies the tokens itself, swizzled as the copy engine would.
-template <typename T, int kN, int kBlocks>
-__device__ __forceinline__ void produce_direct(const Problem& p, uint32_t x_ring,
-                                               uint32_t weight_ring, uint32_t full,
-                                               uint32_t empty) {
-  constexpr int kRowPieces = kBlocks * kRowUnits;  // of 16 bytes, a row of a stage
-  constexpr int kXBytes = kDirectTokens * kBlocks * sm90::kSwizzleRow;
-  constexpr int kWeightBytes = kN * kBlocks * sm90::kSwizzleRow;
-  const int lane = threadIdx.x % kWarpSize;
-  const uint64_t policy = sm90::evict_first_policy();
-  Cursor<kTileTokens, kN, 1> weight_at(p), x_at(p);
-  const auto load_weight = [&](int slot) {
-    if (lane == 0) {
-      sm90::mbarrier_expect(full + 8 * slot, kWeightBytes);
-      sm90::tma_load(weight_ring + slot * kWeightBytes, &p.weight, full + 8 * slot, 0,
-                     weight_at.tile.column, weight_at.stage * kBlocks, policy);
-    }
-    weight_at.next_stage(p);
-  };
-  const auto load_x = [&](int slot) {
-    const T* first = static_cast<const T*>(p.tokens) + x_at.stage * kBlocks * kBlock;
-    for (int i = lane; i < p.output.num_tokens * kRowPieces; i += kWarpSize) {
-      const int row = i / kRowPieces, block = i % kRowPieces / kRowUnits, piece = i % kRowUnits;
-      sm90::copy_16(x_ring + slot * kXBytes + (block * kDirectTokens + row) * sm90::kSwizzleRow +
-                        (piece ^ row) * 16,
-                    first + row * p.token_stride + i % kRowPieces * 8);
-    }
-    sm90::mbarrier_arrive_after_copies(full + 8 * slot);
-    x_at.next_stage(p);
-  };
-  for (int slot = 0; slot < p.stages && !weight_at.done(p); ++slot) load_weight(slot);
-  pdl_wait();
-  for (int slot = 0; slot < p.stages && !x_at.done(p); ++slot) load_x(slot);
-  int slot = 0;
-  uint32_t parity = 0;
-  while (!weight_at.done(p)) {
-    sm90::mbarrier_wait(empty + 8 * slot, parity);
-    load_weight(slot);
-    load_x(slot);
-    if (++slot == p.stages) slot = 0, parity ^= 1;
-  }
-}
-
-template <typename T, int kTokens, int kN, int kBlocks, int kCluster, bool kDirect>
+template <typename T, int kTokens, int kN, int kBlocks, int kCluster>
 __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint32_t weight_ring,
                                         uint32_t staging, uint32_t full, uint32_t empty) {
   // Shuffled so that the compiler knows it to be the same in a warp: descriptors need that.
@@ -254,7 +208,6 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
     for (int i = 0; i < kN / 2; ++i) acc[i] = 0.0f;
     for (int stage = 0; stage < p.tile_stages; ++stage) {
       sm90::mbarrier_wait(full + 8 * slot, parity);
-      if constexpr (kDirect) sm90::async_proxy_fence();
       sm90::pin_registers(acc);
       sm90::wgmma_fence();
 #pragma unroll
@@ -290,7 +243,7 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
   }
 }
 
-template <typename T, int kWarpgroups, int kN, int kBlocks, int kCluster, bool kDirect>
+template <typename T, int kWarpgroups, int kN, int kBlocks, int kCluster>
 __device__ __forceinline__ void gemm_cta(const Problem& p) {
 #if defined(MINIVLLM_SM90A)
   extern __shared__ __align__(sm90::kSwizzleAtom) uint8_t shared[];
@@ -306,7 +259,7 @@ __device__ __forceinline__ void gemm_cta(const Problem& p) {
     pdl_launch_dependents();
     sm90::prefetch_tensor_map(&p.weight);
     for (int i = 0; i < p.stages; ++i) {
-      sm90::mbarrier_init(full + 8 * i, kDirect ? 1 + kWarpSize : 1);
+      sm90::mbarrier_init(full + 8 * i, 1);
       sm90::mbarrier_init(empty + 8 * i, kCluster * kMultiplyWarps);
     }
     sm90::mbarrier_init_fence();
@@ -318,16 +271,12 @@ __device__ __forceinline__ void gemm_cta(const Problem& p) {
   }
   if (warp >= kMultiplyWarps) {
     if constexpr (kStaged<kTokens, kN>) sm90::shrink_registers<kCopyRegisters>();
-    if constexpr (kDirect) {
-      produce_direct<T, kN, kBlocks>(p, x_ring, weight_ring, full, empty);
-    } else if (threadIdx.x == kMultiplyWarps * kWarpSize) {
+    if (threadIdx.x == kMultiplyWarps * kWarpSize)
       produce<kTokens, kN, kBlocks, kCluster>(p, x_ring, weight_ring, full, empty);
-    }
     __syncwarp();
   } else {
     if constexpr (kStaged<kTokens, kN>) sm90::grow_registers<kMultiplyRegisters>();
-    consume<T, kTokens, kN, kBlocks, kCluster, kDirect>(p, x_ring, weight_ring, staging, full,
-                                                        empty);
+    consume<T, kTokens, kN, kBlocks, kCluster>(p, x_ring, weight_ring, staging, full, empty);
   }
   // The other CTA copies to this one's shared memory, and arrives at its barriers, until its end.
   if constexpr (kCluster > 1) sm90::cluster_barrier();
@@ -339,13 +288,7 @@ __device__ __forceinline__ void gemm_cta(const Problem& p) {
 template <typename T, int kWarpgroups, int kN, int kBlocks>
 __global__ void __launch_bounds__(kThreads<kWarpgroups * kTileTokens, kN>, 3 - kWarpgroups)
     gemm_kernel(const __grid_constant__ Problem p) {
-  gemm_cta<T, kWarpgroups, kN, kBlocks, 1, false>(p);
-}
-
-template <typename T, int kN, int kBlocks>
-__global__ void __launch_bounds__(kThreads<kTileTokens, kN>, 2)
-    gemm_direct_kernel(const __grid_constant__ Problem p) {
-  gemm_cta<T, 1, kN, kBlocks, 1, true>(p);
+  gemm_cta<T, kWarpgroups, kN, kBlocks, 1>(p);
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -357,7 +300,7 @@ template <typename T, int kWarpgroups, int kN, int kBlocks>
 __global__ void MINIVLLM_PAIR __launch_bounds__(kThreads<kWarpgroups * kTileTokens, kN>,
                                                 3 - kWarpgroups)
     gemm_pair_kernel(const __grid_constant__ Problem p) {
-  gemm_cta<T, kWarpgroups, kN, kBlocks, 2, false>(p);
+  gemm_cta<T, kWarpgroups, kN, kBlocks, 2>(p);
 }
 #undef MINIVLLM_PAIR
 

@@ -18,7 +18,7 @@ struct PrefillLayout {
   static constexpr int kTileBytes = kPanels * kPanelBytes;
   // Small heads leave registers for a third computing warpgroup, whose products fill the gaps that
   // the softmax of two leaves.
-  static constexpr int kGroups = kHeadDim <= 64 ? PREFILL_GROUPS : 2;
+  static constexpr int kGroups = kHeadDim <= 64 ? 3 : 2;
   static constexpr int kRows = kGroups * kGroupRows;
   static constexpr int kConsumers = kGroups * sm90::kWarpgroupSize;
   static constexpr int kThreads = kConsumers + sm90::kWarpgroupSize;
@@ -92,7 +92,7 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
     const PrefillItem item = items[entry.at];
     PrefillRows<T> r = {};
     r.num_tiles = item.num_tiles;
-    if (item.num_tiles == 0) return r;
+    if (r.num_tiles == 0) return r;
     const QueryRows rows = item.rows(w);
     const int first = item.first_row + group * kGroupRows;
     const int row0 = first + thread / kWarpSize * kMmaRows + lane / 4, row1 = row0 + 8;
@@ -139,13 +139,10 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
     sm90::wgmma_commit();
   };
   // Scores of tile t, which have arrived, to probabilities.
-  auto soften = [&](int t, const PrefillRows<T>& r, auto&& give_turn) {
+  auto soften = [&](int t, const PrefillRows<T>& r) {
     const int start = t * kTileTokens;
     if (t >= r.first_masked) mask_scores(s, r.last0 - start, r.last1 - start);
-    float top[2] = {fmaxf(m[0], max_score<0>(s)), fmaxf(m[1], max_score<1>(s))};
-    sm90::pin_registers(top);
-    give_turn();
-    const float top0 = top[0], top1 = top[1];
+    const float top0 = fmaxf(m[0], max_score<0>(s)), top1 = fmaxf(m[1], max_score<1>(s));
     const float shift0 = exponent_shift(top0, c), shift1 = exponent_shift(top1, c);
     factor[0] = rescale_factor(m[0], c, shift0);
     factor[1] = rescale_factor(m[1], c, shift1);
@@ -153,8 +150,6 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
     m[1] = top1;
     l[0] = add_tile(l[0], factor[0], exponentiate<0>(s, c, shift0));
     l[1] = add_tile(l[1], factor[1], exponentiate<1>(s, c, shift1));
-    sm90::pin_registers(s);  // before the wait for P v, or nothing runs beside it
-    sm90::pin_registers(l);
   };
   auto to_operands = [&] {
 #pragma unroll
@@ -195,16 +190,14 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
 
   PrefillRows<T> now = load_item();
   if (now.num_tiles == 0) return;
-#if PREFILL_TURN != 2
   if (group == L::kGroups - 1) group_arrive(next_turn, kTurnThreads);
-#endif
   RingPlace<L::kStages> stage;
   sm90::mbarrier_wait(base + L::kStageBarriers, 0);
   issue_scores(base + L::kRing);
   sm90::wgmma_wait<0>();
   sm90::pin_registers(s);
   if (now.num_tiles == 1) release_queries();
-  soften(0, now, [] {});
+  soften(0, now);
   to_operands();
 
   int t = 0;
@@ -226,16 +219,12 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
     if (more) sm90::mbarrier_wait(base + L::kStageBarriers + stage.at * 24, stage.phase);
     sm90::mbarrier_wait(barriers + 8, values_phase);
     if (valid < kTileTokens) clear_values(valid, values);
-#if PREFILL_TURN != 2
     group_barrier(own_turn, kTurnThreads);
-#endif
     // After the last item these are scores of old keys, which nobody uses: a branch around a wgmma
     // would make the compiler wait for each.
     issue_scores(base + L::kRing + stage.at * L::kStageBytes);
     issue_values(values, t % kTilesPerSplit == 0);
-#if PREFILL_TURN == 0
     group_arrive(next_turn, kTurnThreads);
-#endif
 
     const float split_m[2] = {m[0], m[1]}, split_l[2] = {l[0], l[1]};
     if (split_ends) {
@@ -245,11 +234,7 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
     sm90::wgmma_wait<1>();
     sm90::pin_registers(s);
     if (next_t + 1 == now.num_tiles) release_queries();
-    soften(next_t, now, [&] {
-#if PREFILL_TURN == 1
-      group_arrive(next_turn, kTurnThreads);
-#endif
-    });
+    soften(next_t, now);
     sm90::wgmma_wait<0>();
     sm90::pin_registers(o);
     if (lane == 0) sm90::mbarrier_arrive(barriers + 16);

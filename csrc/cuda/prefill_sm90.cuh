@@ -1,10 +1,10 @@
 // Prefill attention for Hopper: wgmma fed by TMA, the arithmetic of attention_common.cuh.
 //
-// Block = two warpgroups of 64 query rows, which compute, and one that serves them: a warp finds
-// the items (prefill_schedule.cuh) and copies their keys and values, 64 at a time, into a ring;
-// three warps copy their queries. A computing warpgroup goes through the tiles of all items without
-// a stop: it issues the scores of the next tile and P v of this one, and works on the next tile's
-// softmax while P v and the other warpgroup's products run. The two take turns in issuing.
+// Block = two or three warpgroups of 64 query rows, which compute, and one that serves them: a warp
+// finds the items (prefill_schedule.cuh) and copies their keys and values, 64 at a time, into a
+// ring; three warps copy their queries. A computing warpgroup goes through the tiles of all items
+// without a stop: it issues the scores of the next tile and P v of this one, and works on the next
+// tile's softmax while the other warpgroups' products run. They take turns in issuing.
 //
 // TMA reads the cache as rows of head_dim: a tile of 64 keys is one block, part of one, or some.
 // Rows past a sequence's end may hold anything: keys are masked, values are overwritten with zeros.

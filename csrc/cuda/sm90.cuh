@@ -96,18 +96,6 @@ __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t mapped_barrier) 
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped_barrier) : "memory");
 }
 
-// ---- copies by threads ----------------------------------------------------------------------
-
-// Copies 16 bytes to shared memory, past L1.
-__device__ __forceinline__ void copy_16(uint32_t destination, const void* source) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source)
-               : "memory");
-}
-// Arrives when this thread's copies so far have landed. The barrier counts it among its arrivals.
-__device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // ---- bulk tensor copies ---------------------------------------------------------------------
 
 __device__ __forceinline__ uint64_t evict_first_policy() {

@@ -186,22 +186,23 @@ def check_block_sizes(c: Checks, head_dim: int, dtype: torch.dtype) -> None:
         c.same(last, out[64][ends], f"decode, block size {block_size}, dim {head_dim} {dtype}")
 
 
-def check_batch(c: Checks) -> None:
+def check_batch(c: Checks, heads: tuple[int, int], head_dim: int, longest: int) -> None:
     """256 sequences of random lengths, each row alone and among the others; repeated runs."""
     gen = torch.Generator().manual_seed(3)
-    lengths = torch.randint(1, 3000, (256,), generator=gen).tolist()
-    pool = Pool(lengths, 8, 64, 64, torch.bfloat16)
-    q = torch.randn(256, 32, 64, device=DEVICE).to(torch.bfloat16)
+    lengths = torch.randint(1, longest, (256,), generator=gen).tolist()
+    pool = Pool(lengths, heads[1], head_dim, 64, torch.bfloat16)
+    q = torch.randn(256, heads[0], head_dim, device=DEVICE).to(torch.bfloat16)
     everyone = list(range(256))
-    among = c.decode(pool, q, everyone, lengths)
-    for _ in range(20):
-        c.same(c.decode(pool, q, everyone, lengths), among, "decode again")
-    for i in range(0, 256, 5):
-        c.same(c.decode(pool, q[i : i + 1], [i], lengths[i : i + 1])[0], among[i], f"alone, row {i}")
-    for n in (2, 3, 31, 100, 200):
-        c.same(c.decode(pool, q[:n], everyone[:n], lengths[:n]), among[:n], f"among {n}")
     rows = c.prefill(pool, [q[i : i + 1] for i in everyone], everyone, lengths)
-    c.same(torch.cat(rows), among, "prefill of one token each")
+    among = torch.cat(rows)
+    name = f"heads {heads[0]}/{heads[1]} dim {head_dim} up to {longest}"
+    for _ in range(50):
+        c.same(c.decode(pool, q, everyone, lengths), among, f"decode again, {name}")
+    for n in (1, 2, 3, 5, 9, 17, 31, 100, 200):
+        for at in range(0, 250, 50 if n < 31 else 125):
+            some = everyone[at : at + n]
+            out = c.decode(pool, q[some], some, [lengths[i] for i in some])
+            c.same(out, among[some], f"{len(some)} from {at}, {name}")
 
 
 def check_long(c: Checks) -> None:
@@ -254,7 +255,8 @@ def main() -> None:
             lambda: [check_shape(c, (24, 8), 64, size, half, False) for size in (2, 16, 32, 128)],
             lambda: [check_shape(c, (32, 8), dim, 64, torch.float16, False) for dim in (64, 128)],
             lambda: [check_shape(c, (9, 3), dim, 16, torch.float32, False) for dim in (64, 20)],
-            lambda: check_batch(c),
+            lambda: [check_batch(c, (32, 8), dim, n) for dim in (64, 128) for n in (500, 3000)],
+            lambda: [check_batch(c, (24, 2), 96, 3000), check_batch(c, (20, 1), 128, 1000)],
             lambda: check_long(c),
         ):
             step()

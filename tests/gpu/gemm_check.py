@@ -20,15 +20,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 NONE, RESIDUAL, SILU_MUL = range(3)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# warpgroups, columns, k-blocks a stage, CTAs of a cluster, tokens copied by threads: the instances of
-# csrc/cuda/gemm_launch.cuh
+# warpgroups, columns, k-blocks a stage, CTAs of a cluster: the instances of csrc/cuda/gemm_sm90.cuh
 INSTANCES = [
-    *[(1, n, b, 1, 0) for n in (16, 24, 32) for b in (1, 4, 8)],
-    *[(1, n, b, 1, 0) for n, b in ((48, 1), (48, 4), (64, 1), (64, 2), (128, 1))],
-    *[(2, n, 1, 1, 0) for n in (128, 192, 256)],
-    *[(1, n, b, 2, 0) for n, b in ((32, 4), (48, 4), (64, 2), (96, 1), (128, 1))],
-    *[(2, n, 1, 2, 0) for n in (32, 64, 96, 128, 192, 256)],
-    *[(1, n, b, 1, 1) for n, b in ((16, 8), (24, 8), (32, 8), (64, 2))],
+    *[(1, n, b, 1) for n in (16, 24, 32) for b in (1, 4, 8)],
+    *[(1, n, b, 1) for n, b in ((48, 1), (48, 4), (64, 1), (64, 2), (128, 1))],
+    *[(2, n, 1, 1) for n in (128, 192, 256)],
+    *[(1, n, b, 2) for n, b in ((32, 4), (48, 4), (64, 2), (96, 1), (128, 1))],
+    *[(2, n, 1, 2) for n in (32, 64, 96, 128, 192, 256)],
 ]
 WRAPPER = """
 #include <cstdio>
@@ -46,7 +44,7 @@ extern "C" int gemm(void* out, const void* x, const void* weight, const void* bi
     if (!cuda::linear_supported(p)) return 2;
     if (config == nullptr) {{ cuda::linear(p, s); return 0; }}
     const cuda::GemmConfig c = {{config[0], config[1], config[2], config[3],
-                                static_cast<cuda::Sharing>(config[4]), config[5] != 0}};
+                                static_cast<cuda::Sharing>(config[4])}};
     if (p.dtype == DType::kBFloat16) cuda::launch_gemm_bf16(p, c, s); else cuda::launch_gemm_fp16(p, c, s);
     return 0;
   }} catch (const std::exception& e) {{ fprintf(stderr, "%s\\n", e.what()); return 1; }}
@@ -55,9 +53,9 @@ extern "C" void chosen(int64_t num_tokens, int64_t n, int64_t k, int* config) {{
   LinearParams p = {{}};
   p.num_tokens = num_tokens; p.n = n; p.k = k; p.dtype = p.out_dtype = DType::kBFloat16;
   const cuda::GemmConfig c = cuda::choose_gemm_config(p, 132);
-  const int values[6] = {{c.warpgroups, c.columns, c.stage_blocks, c.ring_bytes,
-                         static_cast<int>(c.sharing), c.direct_tokens}};
-  for (int i = 0; i < 6; ++i) config[i] = values[i];
+  const int values[5] = {{c.warpgroups, c.columns, c.stage_blocks, c.ring_bytes,
+                         static_cast<int>(c.sharing)}};
+  for (int i = 0; i < 5; ++i) config[i] = values[i];
 }}
 """
 
@@ -99,7 +97,7 @@ class Gemm:
 
     def __call__(self, out, x, weight, bias=None, epilogue=NONE, config=None) -> None:
         n, k = weight.shape
-        values = None if config is None else (ctypes.c_int * 6)(*config)
+        values = None if config is None else (ctypes.c_int * 5)(*config)
         status = self.library.gemm(
             out.data_ptr(),
             x.data_ptr(),
@@ -120,7 +118,7 @@ class Gemm:
             raise RuntimeError(f"gemm failed with {status}: {tuple(x.shape)} {tuple(weight.shape)} {config}")
 
     def chosen(self, m: int, n: int, k: int) -> tuple[int, ...]:
-        values = (ctypes.c_int * 6)()
+        values = (ctypes.c_int * 5)()
         self.library.chosen(m, n, k, values)
         return tuple(values)
 
@@ -165,12 +163,12 @@ def check_shape(gemm: Gemm, n: int, k: int, dtype: torch.dtype, tokens: list[int
         configs: list[tuple[int, ...] | None] = [None]
         if instances:
             configs += [
-                (*i[:3], ring * 1024, sharing, i[4])
+                (*i[:3], ring * 1024, sharing)
                 for i in INSTANCES
                 for ring in (192, 90)
                 for sharing in ((0,) if i[3] == 1 else (1, 2))
                 if (k // 64) % i[2] == 0 and (i[0] == 1 or m > 64)
-                if not (i[4] and m > 8) and not (sharing == 1 and i[2] == 1 and m <= 8)
+                if not (sharing == 1 and i[2] == 1 and m <= 8)
             ]
         for config in configs:
             where = f"n={n} k={k} m={m} {dtype} {config}"
