@@ -65,15 +65,15 @@ def shape_row(
     ours = [linear(weight, gate_up=name == "gate_up") for weight in weights]
     x = torch.randn(num_tokens, in_size, device=DEVICE).to(dtype)
     residual = torch.zeros(num_tokens, out_size, device=DEVICE, dtype=dtype)
-    keywords: dict[str, Any] = {}
-    if name in ("o", "down"):
-        keywords = {"residual": residual}
-    if name == "lm_head":
-        keywords = {"out_dtype": torch.float32}
 
     def run_ours() -> None:
         for product in ours:
-            product(x, **keywords)
+            if name in ("o", "down"):
+                product.add_to(residual, x)
+            elif name == "lm_head":
+                product(x, out_dtype=torch.float32)
+            else:
+                product.begin(x)
 
     def run_torch() -> None:
         for weight in weights:
@@ -95,19 +95,16 @@ def chain_row(linear: Any, num_tokens: int, dtype: torch.dtype = torch.bfloat16)
     """All products of one decode step of Llama-3.2-1B in one graph, every weight its own."""
     weights = [{name: random_weight(*size, dtype) for name, size in LAYER.items()} for _ in range(NUM_LAYERS)]
     head = random_weight(*LM_HEAD, dtype)
-    layers = [
-        {name: linear(weight, gate_up=name == "gate_up") for name, weight in layer.items()}
-        for layer in weights
-    ]
+    layers = [{name: linear(weight, gate_up=name == "gate_up") for name, weight in layer.items()} for layer in weights]
     our_head = linear(head)
     x = {name: torch.randn(num_tokens, size[1], device=DEVICE).to(dtype) for name, size in LAYER.items()}
     residual = torch.zeros(num_tokens, LM_HEAD[1], device=DEVICE, dtype=dtype)
 
     def run_ours() -> None:
         for layer in layers:
-            layer["qkv"](x["qkv"])
-            layer["o"](x["o"], residual=residual)
-            layer["down"](layer["gate_up"](x["gate_up"]), residual=residual)
+            layer["qkv"].begin(x["qkv"])
+            layer["o"].add_to(residual, x["o"])
+            layer["down"].add_to(residual, layer["gate_up"](x["gate_up"]))
         our_head(x["qkv"], out_dtype=torch.float32)
 
     def run_torch() -> None:

@@ -119,6 +119,11 @@ class Timeline:
         self._counters = (0, 0)
         self._between: list[tuple[int, int, int, str]] = []  # ended by a cancel, between two steps
 
+    def __repr__(self) -> str:
+        steps = list(self._steps)
+        seconds = end_of(steps, len(steps) - 1) - steps[0].start if steps else 0.0
+        return f"<Timeline of {len(steps)} steps in {seconds:.3f} s{'' if self.enabled else ', off'}>"
+
     def __len__(self) -> int:
         return len(self._steps)
 

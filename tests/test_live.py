@@ -37,7 +37,7 @@ def server(model, api_key=None, **sizes):
     engine = AsyncEngine(BatchEngine(model, device="cpu", **{"num_slots": 4, **sizes}))
     app = create_app(engine, ["tiny"], api_key=api_key)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        running = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
+        running = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=20))
         app.state.stopping = lambda: running.should_exit
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -151,7 +151,7 @@ def test_many_who_watch_cost_one_look_and_nobody_costs_none(model, monkeypatch):
     with server(model) as served:
         time.sleep(0.3)
         assert looks == []
-        stop = threading.Event()
+        stop, start = threading.Event(), time.monotonic()
 
         def watch():
             with httpx.stream("GET", f"{served.base}/live/events", timeout=30) as response:
@@ -166,7 +166,7 @@ def test_many_who_watch_cost_one_look_and_nobody_costs_none(model, monkeypatch):
         stop.set()
         for watcher in watchers:
             watcher.join()
-        assert 1 <= len(looks) <= 1 + 2 * (1.0 + 1.0) / live.INTERVAL
+        assert 1 <= len(looks) <= 2 + 1.2 * (time.monotonic() - start) / live.INTERVAL
 
 
 def test_an_open_stream_does_not_hold_up_the_end_of_the_server(model):
@@ -177,7 +177,7 @@ def test_an_open_stream_does_not_hold_up_the_end_of_the_server(model):
         start = time.monotonic()
         rest = list(lines)  # it comes to an end by itself
         served.thread.join()
-        assert time.monotonic() - start < 4.5 and len(rest) < 20  # cut off, it would have taken 5 seconds
+        assert time.monotonic() - start < 15 and len(rest) < 20  # cut off, it would have taken 20 seconds
 
 
 # ---------------------------------------------------------------- in a browser

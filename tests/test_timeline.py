@@ -121,6 +121,7 @@ def test_off_records_nothing_and_on_again_counts_from_there():
     engine.generate([1, 2, 3], greedy(1))
     [step] = engine.timeline
     assert (step.step, step.blocks_taken, step.blocks_given) == (0, 1, 1)
+    assert repr(engine.timeline).startswith("<Timeline of 1 steps in 0.")
 
 
 def test_a_cancel_between_two_steps_is_told_in_the_next():

@@ -68,6 +68,12 @@ inline int num_sms() {
 template <typename... Params, typename... Args>
 void launch(const char* file, int line, void (*kernel)(Params...), dim3 grid, dim3 block,
             size_t smem_bytes, Stream stream, Args... args) {
+  // An SM cannot change its split of L1 and shared memory while it works: with the largest share in
+  // every kernel, the next one's blocks fit in beside those that still run.
+  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                             cudaFuncAttributePreferredSharedMemoryCarveout,
+                             cudaSharedmemCarveoutMaxShared),
+        file, line);
   constexpr size_t kDefaultSmem = 48 * 1024;
   if (smem_bytes > kDefaultSmem) {
     check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),

@@ -157,7 +157,7 @@ struct Share {
 
   __device__ Share(const DecodeWork& w, const int* counts, int most_tiles)
       : num_seqs(static_cast<int>(w.p.num_seqs)), head_tiles(w.head_tiles) {
-    constexpr int kCutCost = 8;  // what a cut row costs, in the time of tiles
+    constexpr int kCutCost = 9;  // what a cut row costs, in the time of tiles
     const int blocks = static_cast<int>(gridDim.x);
     total = counts[num_seqs] * head_tiles;
     const int rows_a_block = (num_seqs * head_tiles + blocks - 1) / blocks;

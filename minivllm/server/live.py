@@ -162,7 +162,8 @@ class Live:
     async def picture(self) -> Picture:
         """Return a picture no older than the interval; only one at a time is taken, beside the event loop."""
         async with self._looking:
-            if self._picture is None or time.perf_counter() - self._picture.taken >= INTERVAL / 2:
+            # A little less than the interval: who comes again after it finds a new one.
+            if self._picture is None or time.perf_counter() - self._picture.taken >= 0.9 * INTERVAL:
                 self._picture = await asyncio.to_thread(take_picture, self._engine.engine)
             return self._picture
 

@@ -1,0 +1,237 @@
+"""What forks, saved requests and views promise."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from engines import assert_empty, fake_engine, greedy, tiny_engine
+from tiny import tiny_model
+
+from minivllm.request import (
+    IntegrityError,
+)
+
+P = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [15], [16, 17, 18, 19, 20]]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def engine(path, device):
+    with tiny_engine(path, device) as engine:
+        yield engine
+        if not engine._closed:
+            assert_empty(engine)
+
+
+# -------------------------------------------------------------------- fork, save, load
+
+
+def test_forks_go_on_from_here(engine):
+    params = greedy(24, temperature=1.0, seed=9)
+    [alone] = engine.generate(P[1], params)
+    handle = engine.submit(P[1], params)
+    while handle._request.sequences[0].num_output < 10:
+        engine.step()
+    branches = handle.fork(2)
+    tokens = [h.result().token_ids for h in (handle, *branches)]
+    begun = handle._request.sequences[0].num_output and 10
+    assert tokens[0] == alone.token_ids, "a fork changes nothing for what it comes from"
+    assert tokens[1][:begun] == tokens[2][:begun] == alone.token_ids[:begun]
+    assert len({tuple(t) for t in tokens}) == 3, "they part ways"
+    assert branches[0].result().stats.cached_tokens >= 16, "full blocks are shared"
+    assert branches[0].result().seed == 9
+
+
+def test_greedy_forks_are_equal_and_forks_of_forks_differ(engine):
+    handle = engine.submit(P[0], greedy(12))
+    engine.step()
+    [branch] = handle.fork()
+    assert branch.result().token_ids == handle.result().token_ids
+    handle = engine.submit(P[0], greedy(12, temperature=1.0, seed=1))
+    engine.step()
+    [a] = handle.fork()
+    [b] = a.fork()
+    assert len({tuple(h.result().token_ids) for h in (handle, a, b)}) == 3
+
+
+def test_what_cannot_be_forked_or_saved_harms_nobody(engine, tmp_path):
+    [want] = engine.generate(P[1], greedy(9))
+    other = engine.submit(P[1], greedy(9))
+    several = engine.submit(P[0], greedy(9, n=2))
+    host = engine.submit(P[0], greedy(9, logits_fn=lambda tokens, logits: None))
+    engine.step(), engine.step()
+    for k in (0, -1, 1.5, True, "2"):
+        with pytest.raises(ValueError, match="k must be"):
+            other.fork(k)
+    with pytest.raises(ValueError, match="n = 2"):
+        several.save(tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match="logits_fn"):
+        host.save(tmp_path / "x.safetensors")
+    with pytest.raises(OSError):
+        other.save(tmp_path / "nowhere" / "x.safetensors")
+    assert list(tmp_path.iterdir()) == []
+    assert [g.finish_reason for g in (other.result(), several.result(), host.result())] == ["length"] * 3
+    assert other.result().token_ids == want.token_ids
+    for call in (other.fork, lambda: other.save(tmp_path / "x.safetensors")):
+        with pytest.raises(ValueError, match="has ended"):
+            call()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 7])
+@pytest.mark.parametrize("chunk", [3, 512])
+def test_a_saved_request_goes_on_elsewhere(path, device, tmp_path, steps, chunk):
+    params = greedy(15, temperature=0.8, seed=4, logprobs=2, presence_penalty=0.5, logit_bias={9: 1.0})
+    with tiny_engine(path, device, max_step_tokens=chunk) as engine:
+        [want] = engine.generate(P[1], params)
+        handle = engine.submit(P[1], params)
+        for _ in range(steps):
+            engine.step()
+        handle.save(tmp_path / "one.safetensors")
+        assert handle.result().token_ids == want.token_ids, "it goes on here too"
+    with tiny_engine(path, device, block_size=3, seed=99) as other:
+        loaded = other.load(tmp_path / "one.safetensors").result()
+        assert_empty(other)
+    assert loaded.token_ids == want.token_ids and loaded.logprobs == want.logprobs
+    assert (loaded.seed, loaded.text, loaded.prompt_token_ids) == (4, want.text, P[1])
+
+
+def test_load_uses_the_kv_of_the_file(path, device, tmp_path):
+    with tiny_engine(path, device) as engine:
+        handle = engine.submit(P[1], greedy(9))
+        for _ in range(5):
+            engine.step()
+        handle.save(tmp_path / "one.safetensors")
+        handle.cancel()
+    with tiny_engine(path, device) as other:
+        handle = other.load(tmp_path / "one.safetensors")
+        other.step()
+        assert other.stats.prompt_tokens == 1, "one token was computed, the rest came from the file"
+        handle.cancel()
+
+
+def harmed(tensors, metadata):
+    """Yield files that are like a saved request, and are none."""
+    import json
+
+    state = json.loads(metadata["request"])
+    yield {**tensors, "kv": tensors["kv"][:1]}, metadata
+    yield {**tensors, "kv": tensors["kv"].double()}, metadata
+    yield {**tensors, "kv": tensors["kv"].repeat(1, 1, 1, 9, 1)}, metadata
+    yield {**tensors, "kv": tensors["kv"][:, :, :, :0]}, metadata
+    yield {**tensors, "kv": tensors["kv"][0]}, metadata
+    yield {"kv": tensors["kv"]}, metadata
+    yield {**tensors, "tokens": tensors["tokens"] + 100_000}, metadata
+    yield {**tensors, "tokens": torch.cat([tensors["tokens"][:-1], torch.tensor([-5], dtype=torch.int32)])}, metadata
+    yield {**tensors, "tokens": tensors["tokens"].repeat(200)}, metadata
+    yield tensors, {**metadata, "format": "other"}
+    yield tensors, {**metadata, "request": "{}"}
+    yield tensors, {**metadata, "request": "no json"}
+    yield tensors, {**metadata, "request": json.dumps({**state, "prompt_tokens": 0})}
+    yield tensors, {**metadata, "request": json.dumps({**state, "params": {"top_p": 7}})}
+    yield tensors, {**metadata, "request": json.dumps({**state, "params": {"unknown": 7}})}
+
+
+def test_a_file_that_does_not_fit_is_refused(engine, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    file = tmp_path / "one.safetensors"
+    handle = engine.submit(P[1], greedy(9))
+    for _ in range(4):
+        engine.step()
+    handle.save(file)
+    with safe_open(file, framework="pt") as opened:
+        tensors, metadata = {k: opened.get_tensor(k) for k in opened.keys()}, opened.metadata()  # noqa: SIM118
+    for i, (bad, words) in enumerate(harmed(tensors, metadata)):
+        save_file({k: v.contiguous() for k, v in bad.items()}, file, metadata=words)
+        with pytest.raises(ValueError):
+            engine.load(file)
+            print(f"file {i} was taken")
+    file.write_bytes(b"no file of that kind")
+    with pytest.raises(ValueError, match="not a saved request"):
+        engine.load(file)
+    with pytest.raises(FileNotFoundError):
+        engine.load(tmp_path / "none")
+    assert len(handle.result().token_ids) == 9
+
+
+# -------------------------------------------------------------------- views, stats, integrity
+
+
+def test_views_are_snapshots_that_show_well(engine):
+    engine.submit(P[1], greedy(5)), engine.submit(P[0], greedy(5))
+    engine.step()
+    engine.submit(P[2], greedy(5)), engine.submit(P[2], greedy(5))
+    slots, queue, free, table = engine.slots, engine.queue, engine.free_blocks, engine.block_table
+    first = slots[0]
+    assert (first.request_id, first.sample, first.prompt_tokens, first.blocks) == (0, 0, 7, (0, 1))
+    assert [v.request_id for v in slots] == [0, 1, None] and slots[2].phase == "free"
+    assert [q.request_id for q in queue] == [2, 3]
+    assert table.dtype == np.int32 and table.shape[0] == 3 and table[0, :3].tolist() == [0, 1, -1]
+    assert len(free) == 60 - 3 and 0 not in free
+    kept = (table.copy(), list(free))
+    engine.step(), engine.step()
+    assert (table == kept[0]).all() and free == kept[1], "a snapshot changed"
+    table[:] = 7
+    free.clear()
+    assert engine.block_table.max() < 60 and engine.free_blocks
+    for view in (first, queue[0], engine.stats):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            view.request_id = 1
+    assert "request_id=0" in repr(first) and "slots" in repr(engine)
+    for _ in range(12):
+        engine.step()
+
+
+def test_stats_count(engine):
+    engine.generate(P, [greedy(3)] * 3 + [greedy(2, stop_token_ids=list(range(320)))])
+    s = engine.stats
+    assert (s.requests, s.length, s.stopped, s.cancelled, s.errors) == (4, 3, 1, 0, 0)
+    assert s.generated_tokens == 10 and s.prompt_tokens == sum(map(len, P))
+    assert (s.running, s.queued, s.blocks_total) == (0, 0, 60)
+    assert s.blocks_free + s.blocks_cached == 60
+    [g] = engine.generate(P[1], greedy(3))
+    assert g.stats.cached_tokens == 4 and engine.stats.cached_tokens == 4
+    assert 0 < g.stats.ttft <= g.stats.total_time and g.stats.max_blocks == 3
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda s: s.pool.free.pop(),
+        lambda s: s.pool.free.append(s.pool.free[0]),
+        lambda s: s.table.__setitem__((0, 1), s.table[0, 0]),
+        lambda s: s.table.__setitem__((0, 5), 3),
+        lambda s: s.table.__setitem__((2, 0), 3),
+        lambda s: s.free_slots.append(0),
+        lambda s: s.free_slots.clear(),
+        lambda s: s.queue.append(s.slots[0]),
+        lambda s: s.queue.append(s.queue[0]),
+        lambda s: s.queue.clear(),
+        lambda s: s.slots.__setitem__(2, s.slots[0]),
+        lambda s: s.pool.refs.__setitem__(0, 2),
+        lambda s: s.length.__setitem__(0, 40),
+        lambda s: setattr(s.slots[0], "state", "ended"),
+        lambda s: setattr(s.slots[0], "slot", 1),
+    ],
+)
+def test_check_integrity_sees_every_kind_of_harm(harm):
+    engine = fake_engine(num_slots=3)
+    engine.submit([1, 2, 3, 4, 5, 6], greedy(9)), engine.submit([1, 2, 3], greedy(9))
+    engine.step()
+    for _ in range(3):
+        engine.submit([4], greedy(9))
+    engine.check_integrity()
+    engine._take_inbox()
+    harm(engine._scheduler)
+    with pytest.raises(IntegrityError):
+        engine.check_integrity()
+    with pytest.raises(IntegrityError):
+        engine.check_integrity()
