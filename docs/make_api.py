@@ -50,28 +50,36 @@ CHAPTERS: list[tuple[str, list[Any]]] = [
 HIDDEN = {"begin", "admitted", "ended", "preempted", "finish", "collected", "logprobs", "requests"}
 
 
+def annotation(kind: Any) -> str:
+    """Return an annotation as it stands in the source."""
+    return kind.__forward_arg__ if hasattr(kind, "__forward_arg__") else str(kind)
+
+
+def written(parameter: inspect.Parameter) -> str:
+    """Return one parameter as it stands in the source."""
+    star = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    text = star + parameter.name
+    typed = parameter.annotation is not inspect.Parameter.empty
+    if typed:
+        text += f": {annotation(parameter.annotation)}"
+    if parameter.default is not inspect.Parameter.empty:
+        text += f" = {parameter.default!r}" if typed else f"={parameter.default!r}"
+    return text
+
+
 def signature(name: str, function: Any, method: bool) -> str:
     """Return a call as it would be written, over several lines where it is long."""
     found = inspect.signature(function)
-    parameters = [p for i, p in enumerate(found.parameters.values()) if not (method and i == 0)]
-    found = found.replace(parameters=parameters, return_annotation=found.return_annotation)
-    text = f"{name}{found}".replace("'", "")
-    # Defaults that are texts keep their quotes.
-    for parameter in parameters:
-        if isinstance(parameter.default, str):
-            text = text.replace(f" = {parameter.default}", f" = {parameter.default!r}", 1)
-    text = re.sub(r" -> (None|Any)$", "", text)
-    if len(text) <= WIDTH:
-        return text
-    parts = [str(p).replace("'", "") for p in parameters]
-    kinds = [p.kind for p in parameters]
+    parameters = list(found.parameters.values())[1 if method else 0 :]
+    parts = [written(parameter) for parameter in parameters]
+    kinds = [parameter.kind for parameter in parameters]
     if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
         parts.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
-    for i, parameter in enumerate(parameters):
-        if isinstance(parameter.default, str):
-            at = parts.index(str(parameter).replace("'", ""))
-            parts[at] = parts[at].replace(f" = {parameters[i].default}", f" = {parameters[i].default!r}")
-    result = text[text.rindex(")") + 1 :]
+    nothing = found.return_annotation in (inspect.Signature.empty, "None", None)
+    result = "" if nothing else f" -> {annotation(found.return_annotation)}"
+    text = f"{name}({', '.join(parts)}){result}"
+    if len(text) <= WIDTH:
+        return text
     return f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){result}"
 
 
@@ -148,10 +156,10 @@ def fields_of(cls: type) -> Iterator[str]:
     """Yield the fields of a result, which have no text of their own."""
     if cls is request.SamplingParams or not (dataclasses.is_dataclass(cls) or hasattr(cls, "_fields")):
         return
-    hints = {name: kind for name, kind in cls.__annotations__.items() if not name.startswith("_")}
+    hints = {name: kind for name, kind in cls.__annotations__.items() if name != "work"}
     yield "**Fields**\n"
     for name, kind in hints.items():
-        yield f"- `{name}`: `{str(kind).removeprefix('ForwardRef').strip('()')}`"
+        yield f"- `{name}`: `{annotation(kind)}`"
     yield ""
 
 

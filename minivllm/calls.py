@@ -172,8 +172,8 @@ class Calls:
 
         Examples
         --------
-        >>> "".join(d.text for d in engine.stream("a", SamplingParams(max_tokens=4))) == engine.generate(
-        ...     "a", SamplingParams(max_tokens=4))[0].text
+        >>> pieces = [delta.text for delta in engine.stream("a", SamplingParams(max_tokens=4))]
+        >>> "".join(pieces) == engine.generate("a", SamplingParams(max_tokens=4))[0].text
         True
         """
         return DeltaStream(self, self._add(intake.as_prompts(prompts), params))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
@@ -27,6 +28,14 @@ def plot(steps: Sequence[Step], x: Literal["time", "step"]) -> Figure:
     if x not in ("time", "step"):
         raise ValueError(f"x must be 'time' or 'step', not {x!r}")
 
+    class Picture(Figure):
+        """A figure that notebooks show although pyplot knows nothing of it."""
+
+        def _repr_png_(self) -> bytes:
+            out = io.BytesIO()
+            self.savefig(out, format="png", dpi=80)
+            return out.getvalue()
+
     spans = spans_of(steps)
     if x == "time":
         edges = [step.start for step in steps] + ([end_of(steps, len(steps) - 1)] if steps else [0.0])
@@ -39,7 +48,7 @@ def plot(steps: Sequence[Step], x: Literal["time", "step"]) -> Figure:
 
     num_slots = 1 + max((span.slot for span in spans), default=0)
     rows = min(max(0.34 * num_slots, 1.0), 9.0)  # inches
-    figure = Figure(figsize=(_WIDTH, rows + 3.0), layout="constrained")
+    figure = Picture(figsize=(_WIDTH, rows + 3.0), layout="constrained")
     bars, queue, blocks = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [rows, 0.8, 0.8]})
     _draw_slots(bars, steps, spans, bounds, lambda i: edges[i], edges[-1])
     bars.set(ylabel="slot", ylim=(num_slots - 0.4, -0.6))

@@ -88,7 +88,7 @@ QUESTIONS = [
 
 @pytest.mark.time_limit(400)
 def test_the_demo_model_answers_as_in_transformers(demo_model, device):
-    with BatchEngine(demo_model, device=device, dtype="float32", num_slots=3, num_blocks=60) as engine:
+    with BatchEngine(demo_model, device=device, dtype="float32", num_slots=7, num_blocks=60) as engine:
         conversations = [[{"role": "user", "content": q}] for q in QUESTIONS]
         answers = engine.chat(conversations, greedy(48))
         plain = engine.chat(conversations, SamplingParams(max_tokens=48))

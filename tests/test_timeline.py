@@ -199,6 +199,7 @@ def test_the_plot_draws_a_bar_a_span(tmp_path, x):
     if x == "step":
         assert sorted(t.get_text() for t in slots.texts) == ["0", "1", "2", "3"]
         assert list(queue.patches[0].get_data().values) == [row[1] for row in HISTORY]
+    assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook asks for
     figure.savefig(tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").stat().st_size > 5_000
 

@@ -19,6 +19,7 @@
 
 #include "attention_common.cuh"
 #include "attention_host.cuh"
+#include "decode_finish.cuh"
 #include "decode_sm90.cuh"
 #include "decode_split.cuh"
 

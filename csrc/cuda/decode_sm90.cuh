@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "attention_host.cuh"
+#include "decode_finish.cuh"
 #include "decode_split.cuh"
 #include "sm90.cuh"
 

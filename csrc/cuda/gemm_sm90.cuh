@@ -222,46 +222,42 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
       }
     };
     if constexpr (!kSums) load_residual();  // travels while the tile is multiplied
-    [[maybe_unused]] int chunk_stage = 0;
+    const int chunk_stages = kSums ? p.chunk_stages : p.tile_stages;
+    for (int first = 0; first < p.tile_stages; first += chunk_stages) {
 #pragma unroll
-    for (int i = 0; i < kN / 2; ++i) acc[i] = 0.0f;
-    for (int stage = 0; stage < p.tile_stages; ++stage) {
-      sm90::mbarrier_wait(full + 8 * slot, parity);
-      sm90::pin_registers(acc);
-      sm90::wgmma_fence();
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          sm90::wgmma<T>(acc, sm90::descriptor(x_slot + 2 * step),
-                         sm90::descriptor(weight_slot + 2 * step), 1);
-        }
-        x_slot += x_block;
-        weight_slot += kWeightBlock;
-      }
-      sm90::wgmma_commit();
-      if (stage > 0) {
-        sm90::wgmma_wait<1>();
-        release(held);
-      }
-      held = slot;
-      if (++slot == p.stages) slot = 0, parity ^= 1, x_slot = x_first, weight_slot = weight_first;
-      if constexpr (kSums) {
-        if (++chunk_stage < p.chunk_stages) continue;
-        chunk_stage = 0;
-        sm90::wgmma_wait<0>();
+      for (int i = 0; i < kN / 2; ++i) acc[i] = 0.0f;
+      for (int stage = 0; stage < chunk_stages; ++stage) {
+        sm90::mbarrier_wait(full + 8 * slot, parity);
         sm90::pin_registers(acc);
-        const bool first = stage + 1 == p.chunk_stages;
+        sm90::wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kN / 2; ++i) {
-          total[i] = first ? acc[i] : total[i] + acc[i];
-          acc[i] = 0.0f;
+        for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step) {
+            sm90::wgmma<T>(acc, sm90::descriptor(x_slot + 2 * step),
+                           sm90::descriptor(weight_slot + 2 * step), 1);
+          }
+          x_slot += x_block;
+          weight_slot += kWeightBlock;
         }
+        sm90::wgmma_commit();
+        if (stage > 0) {
+          sm90::wgmma_wait<1>();
+          release(held);
+        }
+        held = slot;
+        if (++slot == p.stages) slot = 0, parity ^= 1, x_slot = x_first, weight_slot = weight_first;
+      }
+      sm90::wgmma_wait<0>();
+      sm90::pin_registers(acc);
+      release(held);
+      if constexpr (kSums) {
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) total[i] = first == 0 ? acc[i] : total[i] + acc[i];
+      } else {
+        break;
       }
     }
-    sm90::wgmma_wait<0>();
-    sm90::pin_registers(acc);
-    release(held);
     if constexpr (kSums) {  // there were no registers for the residual before
 #pragma unroll
       for (int i = 0; i < kN / 2; ++i) acc[i] = total[i];

@@ -88,8 +88,10 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
   uint32_t queries = 0;
   RingPlace<L::kEntries> entry;
   auto load_item = [&] {
+    sm90::mbarrier_wait(base + L::kEntryBarriers + entry.at * 24, entry.phase);
     sm90::mbarrier_wait(base + L::kEntryBarriers + entry.at * 24 + 8, entry.phase);
     const PrefillItem item = items[entry.at];
+    __syncwarp();  // all lanes have read it before one of them releases it
     PrefillRows<T> r = {};
     r.num_tiles = item.num_tiles;
     if (r.num_tiles == 0) return r;

@@ -64,9 +64,7 @@ def serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
         shown = f"[{host}]" if ":" in host else host
-        print(
-            f"{model_names[0]} at http://{shown}:{listener.getsockname()[1]}/v1 (Ctrl-C stops it)",
-            file=sys.stderr,
-            flush=True,
-        )
+        address = f"http://{shown}:{listener.getsockname()[1]}"
+        words = f"{model_names[0]} at {address}/v1, to be seen at {address}/live (Ctrl-C stops it)"
+        print(words, file=sys.stderr, flush=True)
         server.run(sockets=[listener])

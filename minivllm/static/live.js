@@ -46,7 +46,7 @@ function chip(request, sample) {
 const NUMBERS = [
   ["slots taken", (s) => `${s.running}/${engine.num_slots}`],
   ["in the queue", (s) => count(s.queued)],
-  ["blocks in use", (s) => `${count(s.blocks_total - s.blocks_free - s.blocks_cached)}/${count(s.blocks_total)}`],
+  ["blocks in use", (s) => count(s.blocks_total - s.blocks_free - s.blocks_cached)],
   ["blocks cached", (s) => count(s.blocks_cached)],
   ["requests ended", (s) => count(s.stopped + s.length + s.cancelled + s.errors)],
   ["tokens generated", (s) => count(s.generated_tokens)],
