@@ -110,13 +110,15 @@ class Runner:
                 time.sleep(0.1)
 
     def stop(self):
-        for value in self.namespace.values():
-            if isinstance(value, (BatchEngine, openai.OpenAI)):
-                value.close()
-        if self.server is not None:
-            self.server.send_signal(signal.SIGINT)
-            _, error = self.server.communicate(timeout=30)
-            assert self.server.returncode == 0, error
+        try:
+            for value in self.namespace.values():
+                if isinstance(value, (BatchEngine, openai.OpenAI)):
+                    value.close()
+        finally:
+            if self.server is not None:
+                self.server.send_signal(signal.SIGINT)
+                _, error = self.server.communicate(timeout=60)
+        assert self.server is None or self.server.returncode == 0, error
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
