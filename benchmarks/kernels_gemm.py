@@ -65,15 +65,15 @@ def shape_row(
     ours = [linear(weight, gate_up=name == "gate_up") for weight in weights]
     x = torch.randn(num_tokens, in_size, device=DEVICE).to(dtype)
     residual = torch.zeros(num_tokens, out_size, device=DEVICE, dtype=dtype)
+    keywords: dict[str, Any] = {}
+    if name in ("o", "down"):
+        keywords = {"residual": residual}
+    if name == "lm_head":
+        keywords = {"out_dtype": torch.float32}
 
     def run_ours() -> None:
         for product in ours:
-            if name in ("o", "down"):
-                product.add_to(residual, x)
-            elif name == "lm_head":
-                product(x, out_dtype=torch.float32)
-            else:
-                product.begin(x)
+            product(x, **keywords)
 
     def run_torch() -> None:
         for weight in weights:
@@ -102,9 +102,9 @@ def chain_row(linear: Any, num_tokens: int, dtype: torch.dtype = torch.bfloat16)
 
     def run_ours() -> None:
         for layer in layers:
-            layer["qkv"].begin(x["qkv"])
-            layer["o"].add_to(residual, x["o"])
-            layer["down"].add_to(residual, layer["gate_up"](x["gate_up"]))
+            layer["qkv"](x["qkv"])
+            layer["o"](x["o"], residual=residual)
+            layer["down"](layer["gate_up"](x["gate_up"]), residual=residual)
         our_head(x["qkv"], out_dtype=torch.float32)
 
     def run_torch() -> None:

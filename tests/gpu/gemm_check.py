@@ -189,9 +189,7 @@ def check_shape(gemm: Gemm, n: int, k: int, dtype: torch.dtype, tokens: list[int
                 continue  # no SiLU there
             out = run(gemm, x, weight, dtype, columns=n // 2, epilogue=SILU_MUL, config=config)
             rounding = torch.finfo(dtype).eps
-            assert ((out.double() - expected).abs() <= rounding * expected.abs() + 1e-6).all(), (
-                f"silu {where}"
-            )
+            assert ((out.double() - expected).abs() <= rounding * expected.abs() + 1e-6).all(), f"silu {where}"
             checks += 5
     return checks
 
