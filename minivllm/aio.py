@@ -125,8 +125,9 @@ class AsyncHandle(AsyncIterator[Delta]):
         self.cancel()
 
     def __del__(self) -> None:
+        # Wherever the collector comes by, perhaps inside the engine's own locks: never wait here.
         if not self._watch.done:
-            self.cancel()
+            self._engine._cancel(self._watch, wait=False)
 
 
 class AsyncEngine:
@@ -311,8 +312,8 @@ class AsyncEngine:
             with self._wake:
                 self._watches = [watch for watch in self._watches if id(watch) not in gone]
 
-    def _cancel(self, watch: _Watch) -> None:
-        self.engine._cancel(watch.requests)
+    def _cancel(self, watch: _Watch, wait: bool = True) -> None:
+        self.engine._cancel(watch.requests, wait)
         with self._wake:
             self._wake.notify()
 

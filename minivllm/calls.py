@@ -207,9 +207,10 @@ class Calls:
     def _commit(self, requests: list[Request]) -> None:
         """Put new requests into the inbox, all or none, with their numbers and seeds."""
         with self._add_lock:
+            first = self._next_ordinal
+            self._next_ordinal += len(requests)  # before they are used: an interrupt must not give them out twice
             for i, request in enumerate(requests):
-                intake.number(request, self._next_ordinal + i, self.seed)
-            self._next_ordinal += len(requests)
+                intake.number(request, first + i, self.seed)
             self._counts["requests"] += len(requests)
             self._inbox.append(requests)
 

@@ -18,6 +18,7 @@ LogitsFn = Callable[[list[int], "torch.Tensor"], "torch.Tensor | None"]
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+_MAX_FLOAT = float.fromhex("0x1.fffffep127")  # of the float32 that parameters are on the device
 
 
 class EngineClosedError(RuntimeError):
@@ -42,6 +43,13 @@ def _is_int(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # of an int
+        return math.inf if value > 0 else -math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,12 +154,11 @@ class SamplingParams:
             raise TypeError(f"logits_fn must be callable, not {self.logits_fn!r}")
 
     def _check_numbers(self) -> None:
-        inf = math.inf
         ranges: dict[str, tuple[str, Callable[[float], bool]]] = {
-            "temperature": ("finite and >= 0", lambda x: 0 <= x < inf),
+            "temperature": ("a finite float32 >= 0", lambda x: 0 <= x <= _MAX_FLOAT),
             "top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
             "min_p": ("in [0, 1]", lambda x: 0 <= x <= 1),
-            "repetition_penalty": ("finite and > 0", lambda x: 0 < x < inf),
+            "repetition_penalty": ("a finite float32 > 0", lambda x: 0 < x <= _MAX_FLOAT),
             "presence_penalty": ("in [-2, 2]", lambda x: -2 <= x <= 2),
             "frequency_penalty": ("in [-2, 2]", lambda x: -2 <= x <= 2),
         }
@@ -159,7 +166,7 @@ class SamplingParams:
             value = getattr(self, name)
             if not _is_number(value):
                 raise TypeError(f"{name} must be a number, not {value!r}")
-            if not holds(float(value)):  # NaN holds nowhere
+            if not holds(_as_float(value)):  # NaN holds nowhere
                 raise ValueError(f"{name} must be {rule}, not {value!r}")
             object.__setattr__(self, name, float(value))
         if _is_int(self.top_k) and self.top_k == -1:
@@ -197,9 +204,9 @@ class SamplingParams:
         for key, value in self.logit_bias.items():
             if not _is_int(key) or not _is_number(value):
                 raise TypeError(f"logit_bias must map token ids to numbers, not {key!r} to {value!r}")
-            if math.isnan(float(value)) or float(value) == math.inf:
-                raise ValueError(f"logit_bias[{key}] must be a number below infinity, not {value!r}")
-        object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in self.logit_bias.items()})
+            if not _as_float(value) <= _MAX_FLOAT:  # NaN included
+                raise ValueError(f"logit_bias[{key}] must be a float32 below infinity, not {value!r}")
+        object.__setattr__(self, "logit_bias", {int(k): _as_float(v) for k, v in self.logit_bias.items()})
 
     @property
     def uses_counts(self) -> bool:

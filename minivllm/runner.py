@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -123,12 +124,19 @@ class Runner:
         self._turn = 0
         self._graphs: dict[tuple[int, bool, bool], _Graph] = {}
         self._graph_pool: Any = None
+        # Not torch's own, which all graphs of the process share, whatever their device.
+        self._capture_stream = torch.cuda.Stream(self.device) if self._use_graphs else None
 
     # ---------------------------------------------------------------- a step
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Ticket:
         """Start a step. On a GPU it returns before the step has run."""
+        # Events and graphs go by the thread's current device, which need not be the engine's.
+        with torch.cuda.device(self.device) if self.on_gpu else nullcontext():
+            return self._launch(batch)
+
+    def _launch(self, batch: Batch) -> Ticket:
         self._turn = (self._turn + 1) % _RING
         started, ended = self._events[self._turn] if self.on_gpu else (None, None)
         start = time.perf_counter()
@@ -225,7 +233,7 @@ class Runner:
         )
 
     def _row_logprobs(self, logits: Tensor, tokens: Tensor, top_n: int) -> RowLogprobs:
-        found = ops.logprobs(logits, tokens, top_n)
+        found = ops.logprobs(logits, tokens, min(top_n, self.vocab_size))
         if not self.on_gpu:
             return RowLogprobs(*found)
         host = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in found]
@@ -254,9 +262,15 @@ class Runner:
         inputs = Inputs(rows, token_ids, positions, slots, lens, slots, None, max_seq_len=self.max_seq_len)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
-            logits = self.model.logits(self.model.forward(inputs, self.cache))
-            tokens = self._sample(logits, inputs)
+        before = torch.cuda.current_stream(self.device)
+        try:
+            with torch.cuda.graph(
+                graph, pool=self._graph_pool, stream=self._capture_stream, capture_error_mode="thread_local"
+            ):
+                logits = self.model.logits(self.model.forward(inputs, self.cache))
+                tokens = self._sample(logits, inputs)
+        finally:
+            torch.cuda.set_stream(before)  # a capture that fails leaves the thread on its own stream
         if self._graph_pool is None:
             self._graph_pool = graph.pool()
         self._graphs[key] = _Graph(graph, logits, tokens)

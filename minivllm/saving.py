@@ -93,6 +93,7 @@ def load(make: RequestMaker, path: Path, cache: Tensor) -> Request:
     if logprobs is not None and len(logprobs) != len(drawn):
         raise ValueError(f"{path} is damaged: {len(logprobs)} log probabilities of {len(drawn)} tokens")
     request.sequences = [sequence]
+    request.num_samples = sequence.sample + 1
     kv = tensors.get("kv")
     if kv is not None:
         layers, _, _, heads, _, dim = cache.shape

@@ -219,7 +219,7 @@ class Request:
     prompt_logprobs: Logprobs | None = None
     root: Request | None = None  # whose fork it is
     created_at: float = field(default_factory=time.perf_counter)
-    _num_samples: int = 0
+    num_samples: int = 0  # sample numbers given out
 
     def start(self) -> None:
         """Make its samples."""
@@ -229,12 +229,12 @@ class Request:
         ]
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(self.prompt_token_ids)
-        self._num_samples = self.params.n
+        self.num_samples = self.params.n
 
     def next_sample(self) -> int:
         """Return a sample number that no branch of this request has."""
-        self._num_samples = max(self._num_samples, self.params.n) + 1
-        return self._num_samples - 1
+        self.num_samples = max(self.num_samples, self.params.n) + 1
+        return self.num_samples - 1
 
     @property
     def done(self) -> bool:
@@ -245,7 +245,7 @@ class Request:
         """Return (token id, value, position until which it holds) for logit_bias and min_tokens."""
         entries = [(i, v, _NEVER) for i, v in (self.params.logit_bias or {}).items()]
         if self.params.min_tokens > 0:
-            until = len(self.prompt_token_ids) + self.params.min_tokens
+            until = min(len(self.prompt_token_ids) + self.params.min_tokens, _NEVER)  # an int32
             entries += [(i, float("-inf"), until) for i in sorted(self.end_ids)]
         return entries
 

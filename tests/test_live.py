@@ -20,7 +20,7 @@ from tiny import tiny_model
 from minivllm import BatchEngine
 from minivllm.aio import AsyncEngine
 from minivllm.server.app import create_app
-from minivllm.server.gate import OPEN_PATHS
+from minivllm.server.gate import OPEN_PATHS, Gate
 from minivllm.server.live import _FILES, CACHED, FREE, Follower, take_picture
 
 KEY = "a-key-of-the-test"
@@ -128,19 +128,21 @@ def first_message(base, **options):
         return json.loads(line.removeprefix("data: "))
 
 
-def test_the_page_is_open_and_says_nothing_and_the_events_want_the_key(model):
+def test_the_page_and_its_events_want_the_key(model):
+    assert OPEN_PATHS == ("/health",)
     with server(model, api_key=KEY) as served:
         for path, name in _FILES.items():
-            page = httpx.get(served.base + path)
-            assert page.status_code == 200 and path in OPEN_PATHS, name
+            assert httpx.get(served.base + path).status_code == 401, name
+            page = httpx.get(served.base + path, auth=("any", KEY))
+            assert page.status_code == 200, name
             assert "default-src 'none'" in page.headers["content-security-policy"]
             assert "http:" not in page.text and "https:" not in page.text, "something is loaded from elsewhere"
             for secret in (KEY, "tiny", str(model), "Llama"):
                 assert secret not in page.text
         assert httpx.get(f"{served.base}/live/events").status_code == 401
         assert httpx.get(f"{served.base}/live/events?key={KEY}").status_code == 401  # addresses end up in logs
-        message = first_message(served.base, headers={"Authorization": f"Bearer {KEY}"})
-        assert message["engine"]["model"] == "tiny"
+        for way in ({"headers": {"Authorization": f"Bearer {KEY}"}}, {"auth": ("any", KEY)}):
+            assert first_message(served.base, **way)["engine"]["model"] == "tiny"
 
 
 def test_many_who_watch_cost_one_look_and_nobody_costs_none(model, monkeypatch):
@@ -261,25 +263,47 @@ def test_a_request_is_seen_arriving_prefilling_decoding_and_leaving(model, brows
         assert [line for line in browser.log() if "[DOM]" not in line] == []
 
 
+def with_key(url, key):
+    return url.replace("://", f"://any:{key}@")
+
+
 @browser_test
-@pytest.mark.parametrize("way", ["asked", "fragment", "wrong"])
-def test_the_key_is_asked_for(model, browser, way):
+def test_the_key_in_the_address_shows_the_page(model, browser):
     with server(model, api_key=KEY) as served:
-        browser.open(f"{served.base}/live" + (f"#key={KEY}" if way == "fragment" else ""))
-        if way != "fragment":
-            browser.until("return !document.querySelector('#ask').hidden")
-            assert browser.run("return document.querySelector('#main').hidden")
-            assert "tiny" not in browser.run("return document.documentElement.innerHTML")
-            typed = KEY if way == "asked" else "another"
-            browser.run("document.querySelector('#key').value = arguments[0]", typed)
-            browser.run("document.querySelector('#ask button').click()")
-        if way == "wrong":
-            browser.until("return document.querySelector('#wrong').textContent === 'That is not the key.'")
-            assert browser.run("return document.querySelector('#main').hidden")
-            return
-        browser.until("return document.querySelector('#state').className === 'live'")
-        browser.until("return document.querySelector('#title').textContent === 'tiny'")
-        assert KEY not in browser.run("return location.href")
+        browser.open(f"{with_key(served.base, KEY)}/live")
+        browser.until("return document.querySelector('#state')?.className === 'live'")
+        browser.until("return document.querySelectorAll('.slot').length === 4")
+        assert browser.run("return document.querySelector('#title').textContent") == "tiny"
+        assert browser.run("return getComputedStyle(document.querySelector('main')).display") == "grid"  # styled
+        browser.open(f"{served.base}/live")  # the browser has learnt the key
+        browser.until("return document.querySelectorAll('.slot').length === 4")
+
+
+@browser_test
+@pytest.mark.parametrize("key", [None, "another"])
+def test_without_the_key_a_browser_gets_401(model, browser, key):
+    with server(model, api_key=KEY) as served:
+        browser.open(f"{served.base if key is None else with_key(served.base, key)}/live")
+        status = "return performance.getEntriesByType('navigation')[0].responseStatus"
+        assert browser.run(status) == 401
+        assert browser.run("return document.querySelector('main')") is None
+        assert "tiny" not in browser.run("return document.documentElement.innerHTML")
+
+
+@browser_test
+def test_a_stream_that_wants_another_key_is_told(model, browser, monkeypatch):
+    refusal = Gate._refusal
+
+    def other_key(gate, path, headers):
+        # Refused as another route would be: asked for Basic, the browser asks its user before it tells the page.
+        return refusal(gate, "/v1/models", {}) if path == "/live/events" else refusal(gate, path, headers)
+
+    monkeypatch.setattr(Gate, "_refusal", other_key)
+    with server(model, api_key=KEY) as served:
+        browser.open(f"{with_key(served.base, KEY)}/live")
+        words = "the server wants its key: load the page again"
+        browser.until(f"return document.querySelector('#state').textContent === '{words}'")
+        assert browser.run("return document.querySelector('#main').hidden")
 
 
 def darkness(colour):

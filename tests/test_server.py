@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import http.client
 import json
 import socket
@@ -471,10 +472,47 @@ def test_the_key(model):
         assert refused.value.code == "invalid_api_key"
         for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere"):
             assert httpx.get(served.base + path).status_code == 401
-        for given in ("Basic right", "right", "Bearer", "Bearer rightly", "Bearer \xe9"):
+        for given in ("right", "Bearer", "Bearer rightly", "Bearer \xe9", "Digest right"):
             header = {"Authorization": given.encode("latin-1")}
             assert httpx.get(f"{served.base}/v1/models", headers=header).status_code == 401
         assert httpx.get(f"{served.base}/health").status_code == 200
+
+
+def basic(pair):
+    return b"Basic " + base64.b64encode(pair)
+
+
+def test_the_key_as_the_password_of_basic(model):
+    key = "r\xefght: a key"
+    secret = key.encode()
+    with server(model, api_key=key) as served:
+
+        def status(given, path="/v1/models", **headers):
+            return httpx.get(served.base + path, headers={"Authorization": given, **headers}).status_code
+
+        right = basic(b"any:" + secret)
+        for given in (right, basic(b":" + secret), basic(b"\xff\xfe:" + secret), right.replace(b"Basic", b"bASIC ")):
+            assert status(given) == 200, given
+        assert status(b"Bearer " + secret) == 200
+        wrong = [b"any:", b"any", b":", secret, secret + b":any", b"any:" + secret[:-1], b"any:" + secret + b" "]
+        wrong += [b"any:\xff\xfe", b"any:" + key.encode("latin-1"), b"\xff" * 9]
+        malformed = [b"Basic", b"Basic =", b"Basic a", b"Basic !!!!", b"Basic \xe9\xe9", b"Basic any:" + secret]
+        malformed += [right[:-1], right + b"!", right.replace(b"Basic", b"Bearer"), b"Basic " + secret]
+        for given in [*map(basic, wrong), *malformed]:
+            assert status(given) == status(given, "/live") == 401, given
+        # What a browser sends of itself for another site's page.
+        assert status(right, Origin="https://other.example") == 401
+        assert status(b"Bearer " + secret, Origin="https://other.example") == 200
+
+
+def test_browsers_are_asked_for_the_key_on_the_live_page_alone(model):
+    with server(model, api_key="right") as served:
+        for path in ("/live", "/live/live.js", "/live/live.css", "/live/events", "/live/nothing"):
+            refused = httpx.get(served.base + path)
+            assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+            assert refused.headers["www-authenticate"] == 'Basic realm="minivllm"', path
+        for path in ("/", "/lively", "/v1/models", "/metrics"):
+            assert httpx.get(served.base + path).headers["www-authenticate"] == "Bearer", path
 
 
 def test_long_bodies_are_413(model):

@@ -171,7 +171,7 @@ def create_app(
     model_names : sequence of str
         Names that requests may call the model by; the first is listed.
     api_key : str, optional
-        Wanted as a bearer token in front of every route but /health and the empty live page.
+        Wanted in front of every route but /health, as a bearer token or as the password of HTTP Basic.
     max_queue : int
         Samples that may wait for a slot; what comes beyond them is answered 429.
     max_body_bytes : int

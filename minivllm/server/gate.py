@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hmac
 import ipaddress
 import json
@@ -11,8 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# The live page asks for the key itself; what it shows comes from /live/events, which is not open.
-OPEN_PATHS = ("/health", "/live", "/live/live.js", "/live/live.css")
+OPEN_PATHS = ("/health",)
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -43,6 +43,28 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def given_key(headers: dict[bytes, bytes]) -> bytes | None:
+    """Return what a request gives as the key, as a bearer token or as Basic's password; None where it gives none."""
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    token = token.strip()
+    if scheme.lower() == b"bearer":
+        return token
+    # A browser that knows Basic's password adds it by itself, also to what another site's page posts here. Such a
+    # request names its Origin, and none of the live page's does; a bearer token is never added that way.
+    if scheme.lower() != b"basic" or b"origin" in headers:
+        return None
+    try:
+        _, colon, password = base64.b64decode(token, validate=True).partition(b":")
+    except ValueError:
+        return None
+    return password if colon else None
+
+
+def is_live(path: str) -> bool:
+    """Tell whether a path is the live page's or one of its parts."""
+    return path == "/live" or path.startswith("/live/")
 
 
 class Gate:
@@ -81,14 +103,15 @@ class Gate:
                 text = "This server answers to this machine's own names; an API key opens it to others."
                 return Json(error_body(text, "permission_error", code="foreign_host"), 403)
         if self._key is not None and path not in OPEN_PATHS:
-            given = headers.get(b"authorization", b"")
-            scheme, _, token = given.partition(b" ")
-            # Compared whatever the scheme is, so that the time tells nothing.
-            equal = hmac.compare_digest(token.strip(), self._key)
-            if not equal or scheme.lower() != b"bearer":
-                text = "A valid key is needed: Authorization: Bearer KEY."
+            given = given_key(headers)
+            equal = hmac.compare_digest(given or b"", self._key)  # in constant time
+            if given is None or not equal:
+                # A browser that is asked for Basic asks its user, and then sends the key with all that the page loads.
+                live = is_live(path)
+                text = "A valid key is needed: Authorization: Bearer KEY"
+                text += ", or the key as the password of any user." if live else "."
                 body = error_body(text, "invalid_request_error", code="invalid_api_key")
-                return Json(body, 401, {"WWW-Authenticate": "Bearer"})
+                return Json(body, 401, {"WWW-Authenticate": 'Basic realm="minivllm"' if live else "Bearer"})
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._max_body_bytes:
             return Json(self._too_long(), 413, {"Connection": "close"})

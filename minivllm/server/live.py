@@ -1,8 +1,4 @@
-"""The live page: what the engine holds, sent to browsers as it changes.
-
-The page, its script and its style hold nothing about the server and need no key; what they show comes from
-/live/events, which does.
-"""
+"""The live page: what the engine holds, sent to browsers as it changes."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ const CACHED = -2;
 const SECONDS = 60; // that the charts go back
 const SHOW_FREE = 32; // engines with more slots show the taken ones alone
 
-let key = new URLSearchParams(location.hash.slice(1)).get("key") || "";
-if (key) history.replaceState(null, "", location.pathname + location.search); // not for the next one at this screen
+// fetch takes no address with a user and a password in it, as the page's own may have them.
+const EVENTS = new URL("live/events", location.origin + location.pathname);
 
 let engine = null; // what the stream said about it at first
 let blocks = new Float64Array(0); // FREE, CACHED, or 2 * request + 1 where it is shared
@@ -314,19 +314,11 @@ function state(words, className) {
   $("state").className = className;
 }
 
-function ask(words) {
-  $("ask").hidden = false;
-  $("wrong").textContent = words;
-  $("key").focus();
-  state("waiting for the key", "");
-}
-
 async function follow() {
-  // EventSource sends no Authorization header, so the events are read by hand.
-  const headers = key ? { Authorization: `Bearer ${key}` } : {};
-  const response = await fetch("live/events", { headers, cache: "no-store", credentials: "omit" });
+  // EventSource does not say which status ended it, so the events are read by hand.
+  const response = await fetch(EVENTS, { cache: "no-store", credentials: "same-origin" });
   if (response.status === 401) {
-    ask(key ? "That is not the key." : "");
+    state("the server wants its key: load the page again", "lost");
     return false;
   }
   if (!response.ok) throw new Error(`the server answers ${response.status}`);
@@ -355,12 +347,6 @@ async function run() {
   }
 }
 
-$("ask").addEventListener("submit", (event) => {
-  event.preventDefault();
-  key = $("key").value;
-  $("ask").hidden = true;
-  run();
-});
 $("blocks").addEventListener("pointermove", sayBlock);
 $("blocks").addEventListener("pointerdown", sayBlock);
 window.addEventListener("resize", paintSoon);

@@ -10,31 +10,10 @@ import pytest
 import torch
 
 from minivllm import BatchEngine, Generation, SamplingParams, ops
+from minivllm.random_model import SHAPES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.time_limit(400)]
 
-CONFIG = {
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "tie_word_embeddings": True,
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009],
-}
 LIMIT = 4096
 
 
@@ -45,7 +24,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama-1b")
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPES["llama-3.2-1b"]))
     model.to(torch.bfloat16).save_pretrained(path)
     del model
     gc.collect()
