@@ -226,8 +226,7 @@ class AsyncEngine:
         self, conversations: intake.Conversations, params: Params = None, *, on_error: OnError = "raise"
     ) -> list[Generation]:
         """Answer conversations through the model's own chat template; otherwise as `generate`."""
-        tokenizer = intake.need_tokenizer(self.engine.tokenizer, "chat")
-        prompts = [tokenizer.apply_chat_template(c) for c in intake.as_conversations(conversations)]
+        prompts = intake.render(self.engine.tokenizer, conversations, {})
         return await self.generate(prompts, params, on_error=on_error)
 
     # ---------------------------------------------------------------- looking at it

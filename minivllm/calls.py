@@ -163,9 +163,7 @@ class Calls:
         >>> len(g.token_ids)
         2
         """
-        tokenizer = intake.need_tokenizer(self.tokenizer, "chat")
-        prompts = [tokenizer.apply_chat_template(c, **template) for c in intake.as_conversations(conversations)]
-        return self._answer(list(prompts), params, on_error, progress)
+        return self._answer(intake.render(self.tokenizer, conversations, template), params, on_error, progress)
 
     def stream(self, prompts: intake.Prompts, params: Params = None) -> DeltaStream:
         """Yield what is new of each prompt's answer as tokens come; closing the iterator cancels what is left.
@@ -179,7 +177,13 @@ class Calls:
         return DeltaStream(self, self._add(intake.as_prompts(prompts), params))
 
     def submit(self, prompt: str | Seq[int], params: SamplingParams | None = None) -> Handle:
-        """Queue one prompt and return at once, from any thread. See `Handle`."""
+        """Queue one prompt and return at once, from any thread. See `Handle`.
+
+        Examples
+        --------
+        >>> engine.submit("a", SamplingParams(max_tokens=3, ignore_eos=True)).result().finish_reason
+        'length'
+        """
         return Handle(self, self._add([prompt], params)[0])
 
     def load(self, path: str | Path) -> Handle:

@@ -41,11 +41,9 @@ class BatchEngine(Calls, Views):
     device : str or torch.device, optional
         CUDA where there is one, else the CPU.
     dtype : str or torch.dtype
-        ``"auto"`` is the file's own.
-    num_slots : int, optional
-        Rows of the running batch. 256 on CUDA, 8 on the CPU.
-    block_size : int, optional
-        Tokens a block. 64 on CUDA, 16 on the CPU.
+        ``"auto"`` is the file's own, but for float32 on CUDA (bfloat16) and float16 on the CPU (float32).
+    num_slots, block_size : int, optional
+        Rows of the running batch: 256 on CUDA, 8 on the CPU. Tokens a block: 64 on CUDA, 16 on the CPU.
     num_blocks, kv_cache_bytes : int, optional
         Size of the KV cache, in blocks or in bytes; one of them. By default what ``num_slots`` sequences of
         ``max_seq_len`` (at most 8,192 on CUDA, 2,048 on the CPU) need, up to half of the card's free memory (a quarter
@@ -68,6 +66,7 @@ class BatchEngine(Calls, Views):
     >>> with BatchEngine(model, num_slots=2) as engine:  # engine.close() at its end
     ...     [g.finish_reason for g in engine.generate(["one", [1, 2, 3]], SamplingParams(max_tokens=3))]
     ['length', 'length']
+    >>> engine.close()  # leaving the with statement did that; a second call does nothing
     """
 
     def __init__(

@@ -42,7 +42,14 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether every sample has ended."""
+        """Whether every sample has ended.
+
+        Examples
+        --------
+        >>> handle = engine.submit([1, 2, 3], SamplingParams(max_tokens=1))
+        >>> handle.done, handle.result().finish_reason, handle.done
+        (False, 'length', True)
+        """
         return self._request.done
 
     def result(self) -> Generation:
@@ -52,6 +59,11 @@ class Handle:
         ------
         RequestError
             The request ended with an error; its ``generation`` holds what there was.
+
+        Examples
+        --------
+        >>> len(engine.submit([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True)).result().token_ids)
+        2
         """
         self._engine._drive([self._request])
         generation = self._request.to_generation()
@@ -61,7 +73,14 @@ class Handle:
         return generation
 
     def __iter__(self) -> Iterator[Delta]:
-        """Yield what is new, from the beginning, until every sample has ended."""
+        """Yield what is new, from the beginning, until every sample has ended.
+
+        Examples
+        --------
+        >>> handle = engine.submit([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
+        >>> sum(len(delta.token_ids) for delta in handle)
+        3
+        """
         return self._engine._deltas([self._request])
 
     def cancel(self) -> None:

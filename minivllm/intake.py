@@ -72,15 +72,30 @@ def as_conversations(conversations: Conversations) -> list[Any]:
     listed: list[Any] = list(conversations)
     if listed and all(isinstance(m, Mapping) for m in listed):
         listed = [listed]
-    for i, messages in enumerate(listed):
-        if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
-            raise TypeError(f"conversation {i} must be a list of messages, not {type(messages).__name__}")
-        if not messages:
-            raise ValueError(f"conversation {i} is empty")
-        for message in messages:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise ValueError(f"conversation {i}: a message needs a 'role' and a 'content', not {message!r}")
     return listed
+
+
+def render(tokenizer: Tokenizer | None, conversations: Conversations, template: Mapping[str, Any]) -> list[Any]:
+    """Return each conversation's token ids, or the error that its request is to be refused with."""
+    known = need_tokenizer(tokenizer, "chat")
+    prompts: list[Any] = []
+    for i, messages in enumerate(as_conversations(conversations)):
+        try:
+            _check_conversation(messages, i)
+            prompts.append(known.apply_chat_template(messages, **template))
+        except (TypeError, ValueError) as error:
+            prompts.append(error)
+    return prompts
+
+
+def _check_conversation(messages: Any, i: int) -> None:
+    if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
+        raise TypeError(f"conversation {i} must be a list of messages, not {type(messages).__name__}")
+    if not messages:
+        raise ValueError(f"conversation {i} is empty")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"conversation {i}: a message needs a 'role' and a 'content', not {message!r}")
 
 
 def pair(prompts: Seq[Any], params: Params) -> list[tuple[Any, SamplingParams]]:
@@ -146,6 +161,8 @@ class RequestMaker:
         return request
 
     def _token_ids(self, prompt: Any, where: str) -> list[int]:
+        if isinstance(prompt, Exception):
+            raise prompt  # a conversation that could not be rendered
         if isinstance(prompt, str):
             ids = need_tokenizer(self.tokenizer, "a prompt given as text").encode(prompt)
         elif _is_ids(prompt):

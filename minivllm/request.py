@@ -254,6 +254,11 @@ class Delta:
 
     ``index`` is the prompt's place in the call, ``sample`` the sample's in the prompt's ``n``.
     ``finish_reason`` is None until the sample's last delta.
+
+    Examples
+    --------
+    >>> [d.finish_reason for d in engine.stream("a", SamplingParams(max_tokens=3, ignore_eos=True))][-1]
+    'length'
     """
 
     index: int
@@ -299,6 +304,12 @@ class Generation:
     ``text``, ``token_ids``, ``finish_reason``, ``stop_reason`` and ``logprobs`` are those of sample 0; ``samples``
     holds all ``n``. ``token_ids`` includes the end token that stopped it; ``stop_reason`` is the stop text or stop
     id, None for the model's own end token.
+
+    Examples
+    --------
+    >>> [g] = engine.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
+    >>> g.index, g.prompt_token_ids, len(g.token_ids), g.finish_reason, g.error
+    (0, [1, 2, 3], 4, 'length', None)
     """
 
     index: int

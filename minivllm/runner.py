@@ -125,7 +125,7 @@ class Runner:
         self._graphs: dict[tuple[int, bool, bool], _Graph] = {}
         self._graph_pool: Any = None
         # Not torch's own, which all graphs of the process share, whatever their device.
-        self._capture_stream = torch.cuda.Stream(self.device) if self._use_graphs else None
+        self._capture_stream = torch.cuda.Stream(self.device) if self._use_graphs else None  # type: ignore[no-untyped-call]
 
     # ---------------------------------------------------------------- a step
 

@@ -91,6 +91,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.prompt_token_ids)
+        self.num_inherited = self.num_output  # drawn elsewhere: by what it is a fork of, or before it was saved
         self.order = (self.request.ordinal, self.sample)
         self.text = TextState(self.request.tokenizer, self.request.params)
         if self.request.params.logprobs is not None and self.logprobs is None:
@@ -254,12 +255,12 @@ class Request:
         samples = [s.to_sample() for s in self.sequences]
         first, best = samples[0], self.sequences[0]
         decode_time = best.ended_at - best.first_token_at
-        started = best.first_token_at > 0
+        started, drawn = best.first_token_at > 0, best.num_output - best.num_inherited
         stats = GenerationStats(
             queue_time=max(best.admitted_at - self.created_at, 0.0),
             ttft=best.first_token_at - self.created_at if started else 0.0,
             total_time=best.ended_at - self.created_at,
-            decode_tokens_per_s=(best.num_output - 1) / decode_time if started and decode_time > 0 else 0.0,
+            decode_tokens_per_s=max(drawn - 1, 0) / decode_time if started and decode_time > 0 else 0.0,
             cached_tokens=best.cached_tokens,
             max_blocks=max(s.max_blocks for s in self.sequences),
             preemptions=sum(s.preemptions for s in self.sequences),

@@ -204,13 +204,27 @@ class Views:
 
     @property
     def slots(self) -> SlotList:
-        """One view a slot, in order."""
+        """One view a slot, in order.
+
+        Examples
+        --------
+        >>> _ = engine.submit([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True)), engine.step()
+        >>> [(view.slot, view.phase, view.prompt_tokens) for view in engine.slots]
+        [(0, 'decode', 3), (1, 'free', 0)]
+        """
         with self._lock:
             return SlotList(view_slot(self._scheduler, i) for i in range(self._scheduler.num_slots))
 
     @property
     def queue(self) -> QueueList:
-        """The sequences that wait, front first."""
+        """The sequences that wait, front first.
+
+        Examples
+        --------
+        >>> handles = [engine.submit([1, 2, 3], SamplingParams(max_tokens=4)) for _ in range(3)]
+        >>> [view.prompt_tokens for view in engine.queue]
+        [3, 3, 3]
+        """
         with self._lock:
             waiting = [s for requests in list(self._inbox) for r in requests for s in r.sequences]
             return QueueList(view_queued(s) for s in (*self._scheduler.queue, *waiting))
@@ -222,21 +236,41 @@ class Views:
 
     @property
     def free_blocks(self) -> list[int]:
-        """Blocks that nobody owns, in the order they are taken: the empty ones, then those cached for a prefix."""
+        """Blocks that nobody owns, in the order they are taken: the empty ones, then those cached for a prefix.
+
+        Examples
+        --------
+        >>> _ = engine.generate([1, 2, 3], SamplingParams(max_tokens=4))
+        >>> len(engine.free_blocks) == engine.sizes.num_blocks
+        True
+        """
         with self._lock:
             pool = self._scheduler.pool
             return [*pool.free, *pool.cached]
 
     @property
     def block_table(self) -> BlockTable:
-        """A copy of the block table, ``int32[num_slots, max_blocks]``, -1 where there is no block."""
+        """A copy of the block table, ``int32[num_slots, max_blocks]``, -1 where there is no block.
+
+        Examples
+        --------
+        >>> engine.block_table.dtype, bool((engine.block_table == -1).all())
+        (dtype('int32'), True)
+        """
         with self._lock:
             table: BlockTable = self._scheduler.table.copy().view(BlockTable)
             return table
 
     @property
     def stats(self) -> EngineStats:
-        """What the engine has done and holds."""
+        """What the engine has done and holds.
+
+        Examples
+        --------
+        >>> _ = engine.generate([[1, 2], [3, 4, 5]], SamplingParams(max_tokens=3, ignore_eos=True))
+        >>> engine.stats.prompt_tokens, engine.stats.generated_tokens, engine.stats.length
+        (5, 6, 2)
+        """
         counts, scheduler = self._counts, self._scheduler
         names = ("steps", "prompt_tokens", "cached_tokens", "requests", "length", "cancelled")
         return EngineStats(
