@@ -172,10 +172,13 @@ class AsyncEngine:
         EngineClosedError
             After `close`.
         """
+        asyncio.get_running_loop()  # where there is none, it says so before anything is queued
         if self._closing:
             raise EngineClosedError("this engine was closed")
         watch = _Watch(self.engine._add(intake.as_prompts(prompts), params), deltas)
         with self._wake:
+            if self._closing:  # meanwhile: the thread will not look again
+                raise EngineClosedError("this engine was closed")
             self._watches.append(watch)
             self._wake.notify()
         return AsyncHandle(self, watch)
@@ -298,9 +301,12 @@ class AsyncEngine:
                     news.setdefault(watch.loop, []).append((watch, deltas, done))
                 if done:
                     ended.append(watch)
-        if self.on_end is not None:
-            for request in (r for watch in ended for r in watch.requests):
-                self.on_end(request.to_generation())
+        for request in (r for watch in ended for r in watch.requests):
+            try:
+                if self.on_end is not None:
+                    self.on_end(request.to_generation())
+            except Exception:  # a listener's: those who wait for answers get them
+                logger.exception("on_end failed")
         for loop, items in news.items():
             if not _reach(loop, items):  # nobody waits there any more
                 lost = [watch for watch, _, done in items if not done]

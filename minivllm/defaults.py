@@ -38,6 +38,16 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def _check_head_dim(head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse a head_dim that attention has no kernel for; the launchers would, but only at the first step."""
+    if device.type == "cuda" and dtype != torch.float32:
+        served, which = head_dim in (16, 32, 64, 80, 96, 128), "16, 32, 64, 80, 96 and 128"
+    else:
+        served, which = head_dim <= 256 and head_dim % 8 == 0, "multiples of 8 up to 256"
+    if not served:
+        raise ValueError(f"head_dim {head_dim} is not served on {device.type} in {dtype}, only {which}")
+
+
 def choose_sizes(
     config: ModelConfig,
     device: torch.device,
@@ -55,9 +65,10 @@ def choose_sizes(
     Raises
     ------
     ValueError
-        A size below 1, both ``num_blocks`` and ``kv_cache_bytes``, a ``max_seq_len`` beyond the model's, or a cache
-        that holds no block.
+        A size below 1, both ``num_blocks`` and ``kv_cache_bytes``, a ``max_seq_len`` beyond the model's, a cache that
+        holds no block, or a head_dim without a kernel.
     """
+    _check_head_dim(config.head_dim, device, dtype)
     gpu = device.type == "cuda"
     slots = _positive("num_slots", num_slots, 256 if gpu else 8)
     block = _positive("block_size", block_size, 64 if gpu else 16)

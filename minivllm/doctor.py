@@ -29,6 +29,7 @@ _AGAIN = "build again: pip install --force-reinstall --no-deps ."
 _EXTRAS = {
     "server": ("fastapi", "uvicorn", "prometheus-client"),
     "plot": ("matplotlib",),
+    "gguf": ("gguf",),
 }
 
 

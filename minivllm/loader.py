@@ -27,6 +27,7 @@ _HUB_PATTERNS = [
     "special_tokens_map.json",
     "chat_template.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
 ]
 
 # Buffers that old checkpoints carry beside the weights; they follow from the config.

@@ -7,12 +7,12 @@ from typing import Any
 
 from minivllm.request import Generation, Logprobs
 
-_LEAST = -9999.0  # JSON has no minus infinity
+_LEAST = -9999.0  # JSON has neither minus infinity nor NaN
 
 
 def finite(value: float) -> float:
     """Return a log probability that JSON can hold."""
-    return max(value, _LEAST)
+    return value if value > _LEAST else _LEAST
 
 
 def plain_logprobs(found: Logprobs | None) -> list[dict[str, Any] | None] | None:

@@ -122,7 +122,7 @@ class Runner:
         self._results = [torch.zeros(num_slots, dtype=torch.int32, pin_memory=self.on_gpu) for _ in range(_RING)]
         self._events = [(self._event(), self._event()) for _ in range(_RING if self.on_gpu else 0)]
         self._turn = 0
-        self._graphs: dict[tuple[int, bool, bool], _Graph] = {}
+        self._graphs: dict[int, _Graph] = {}  # by rows
         self._graph_pool: Any = None
         # Not torch's own, which all graphs of the process share, whatever their device.
         self._capture_stream = torch.cuda.Stream(self.device) if self._use_graphs else None  # type: ignore[no-untyped-call]
@@ -168,8 +168,7 @@ class Runner:
         out[: batch.num_rows].copy_(tokens, non_blocking=True)
         if ended is not None:
             ended.record()
-        seconds = time.perf_counter() - start
-        return Ticket(batch, out, ended, started, seconds, logprobs, prompt_logprobs, errors)
+        return Ticket(batch, out, ended, started, time.perf_counter() - start, logprobs, prompt_logprobs, errors)
 
     @staticmethod
     def _event() -> torch.cuda.Event:
@@ -253,12 +252,10 @@ class Runner:
 
     def _graph(self, rows: int) -> _Graph:
         """Return the graph of a decode step of this many rows, captured when first needed."""
-        key = (rows, self._counts is not None, self._bias is not None)
-        found = self._graphs.get(key)
+        found = self._graphs.get(rows)
         if found is not None:
             return found
-        parts = [self._staging[i * rows : (i + 1) * rows] for i in range(4)]
-        token_ids, positions, slots, lens = parts
+        token_ids, positions, slots, lens = (self._staging[i * rows : (i + 1) * rows] for i in range(4))
         inputs = Inputs(rows, token_ids, positions, slots, lens, slots, None, max_seq_len=self.max_seq_len)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
@@ -273,14 +270,17 @@ class Runner:
             torch.cuda.set_stream(before)  # a capture that fails leaves the thread on its own stream
         if self._graph_pool is None:
             self._graph_pool = graph.pool()
-        self._graphs[key] = _Graph(graph, logits, tokens)
-        return self._graphs[key]
+        self._graphs[rows] = _Graph(graph, logits, tokens)
+        return self._graphs[rows]
 
     # ---------------------------------------------------------------- what only some requests ask for
 
     def _set_up(
         self, slot: int, tokens: list[int], num_prompt: int, uses_counts: bool, bias: list[tuple[int, float, int]]
     ) -> None:
+        if (uses_counts and self._counts is None) or (bias and self._bias is None):
+            self.drain()  # the graphs so far know neither: their logits would only hold memory
+            self._graphs, self._graph_pool = {}, None
         if uses_counts:
             if self._counts is None:
                 self._counts = torch.zeros(self.num_slots, self.vocab_size, dtype=torch.int32, device=self.device)
@@ -316,7 +316,7 @@ class Runner:
             assert fn is not None
             try:
                 changed = fn(list(sequence.tokens), logits[row])
-                if changed is not None and changed is not logits[row]:
+                if changed is not None:
                     logits[row] = torch.as_tensor(changed).to(logits[row]).reshape(self.vocab_size)
             except Exception as error:  # the user's code: its request fails, nothing else does
                 errors[row] = error

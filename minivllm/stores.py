@@ -35,7 +35,6 @@ class Stores:
     def __init__(self, num_slots: int, pool: BlockPool, max_seq_len: int) -> None:
         self.num_slots = num_slots
         self.pool = pool
-        self.max_seq_len = max_seq_len
         self.max_blocks = ceil_div(max_seq_len, pool.block_size)
         self.state_stride = NUM_SLOT_WORDS + self.max_blocks
         self.epochs = np.zeros(num_slots, np.int32)  # counts a slot's owners: tells a late token from a valid one
@@ -201,8 +200,3 @@ class Stores:
     def running(self) -> list[Sequence]:
         """Sequences in slots, by slot."""
         return [s for s in self.slots if s is not None]
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing waits and nothing runs."""
-        return not self.queue and all(s is None for s in self.slots)

@@ -118,6 +118,31 @@ def test_small_temperatures_become_greedy(path, device, dtype):
                 assert engine.generate([prompt(6)], hot)[0].token_ids == want.token_ids
 
 
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": 1e39},
+        {"temperature": 10**400},
+        {"repetition_penalty": 1e39},
+        {"logit_bias": {5: 1e39}},
+    ],
+)
+def test_what_no_float32_holds_is_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SamplingParams(**bad)
+
+
+def test_no_parameter_fails_the_others():
+    engine = fake_engine(num_slots=3)
+    other = engine.submit([1, 2], greedy(20))
+    engine.step()
+    huge = [greedy(2, logprobs=20), greedy(min_tokens=2**40), greedy(2**70), greedy(2, logit_bias={5: -(10**400)})]
+    for g in engine.generate([[3, 4]] * 4, huge):
+        assert g.error is None and g.finish_reason == "length"
+    assert other.result().finish_reason == "length"
+    assert_empty(engine)
+
+
 def test_a_row_of_nan_fails_alone(make):
     def spoil(tokens, logits):
         if len(tokens) == 8:

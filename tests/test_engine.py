@@ -115,6 +115,14 @@ def test_what_is_no_conversation(engine, talk):
     assert engine.stats.requests == 0
 
 
+def test_a_bad_conversation_spares_the_others(engine):
+    talks = [[{"role": "user", "content": "hi"}], [], [{"role": "user", "content": 3}], ["hi"]]
+    first, *others = engine.chat(talks, greedy(3), on_error="return")
+    assert first.error is None and len(first.token_ids) == 3
+    assert [g.finish_reason for g in others] == ["error"] * 3 and [g.index for g in others] == [1, 2, 3]
+    assert "conversation 1 is empty" in others[0].error
+
+
 # -------------------------------------------------------------------- stream, submit, Handle
 
 

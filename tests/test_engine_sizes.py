@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
+import torch
 from engines import assert_empty, fake_answer, fake_engine, greedy, tiny_engine
 from tiny import tiny_model
 
+from minivllm.config import ModelConfig
+from minivllm.defaults import choose_sizes
 from minivllm.engine import BatchEngine
 from minivllm.request import (
     EngineClosedError,
@@ -121,6 +125,27 @@ def test_two_engines_side_by_side(path, device):
 def test_what_cannot_be_is_refused(path, bad, error):
     with pytest.raises(error):
         tiny_engine(path, **bad)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "place", "dtype", "served"),
+    [
+        (64, "cuda", torch.bfloat16, True),
+        (256, "cuda", torch.bfloat16, False),
+        (256, "cuda", torch.float32, True),
+        (256, "cpu", torch.bfloat16, True),
+        (20, "cpu", torch.float32, False),
+    ],
+)
+def test_a_head_without_a_kernel_is_refused_before_the_weights(path, head_dim, place, dtype, served):
+    config = replace(ModelConfig.from_dir(path), head_dim=head_dim)
+    names = ("num_slots", "block_size", "num_blocks", "kv_cache_bytes", "max_seq_len", "max_step_tokens")
+    sizes = {**dict.fromkeys(names), "num_blocks": 4}
+    if served:
+        assert choose_sizes(config, torch.device(place), dtype, **sizes).num_blocks == 4
+    else:
+        with pytest.raises(ValueError, match=f"head_dim {head_dim}"):
+            choose_sizes(config, torch.device(place), dtype, **sizes)
 
 
 def test_kv_cache_bytes_is_an_absolute_size(path):

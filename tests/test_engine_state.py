@@ -61,6 +61,18 @@ def test_greedy_forks_are_equal_and_forks_of_forks_differ(engine):
     assert len({tuple(h.result().token_ids) for h in (handle, a, b)}) == 3
 
 
+def test_a_fork_of_a_loaded_branch_is_a_sample_of_its_own(engine, tmp_path):
+    handle = engine.submit(P[0], greedy(12, temperature=1.0, seed=1))
+    engine.step()
+    [branch] = handle.fork()
+    engine.step()
+    branch.save(tmp_path / "branch")
+    loaded = engine.load(tmp_path / "branch")
+    [fork] = loaded.fork()
+    assert loaded.result().token_ids == branch.result().token_ids != fork.result().token_ids
+    assert [h._request.sequences[0].sample for h in (handle, branch, loaded, fork)] == [0, 1, 1, 2]
+
+
 def test_what_cannot_be_forked_or_saved_harms_nobody(engine, tmp_path):
     [want] = engine.generate(P[1], greedy(9))
     other = engine.submit(P[1], greedy(9))

@@ -299,6 +299,8 @@ def test_64_clients_at_once(served, expect):
         ({"prompt": "a", "logit_bias": {"x": 1}}, None),
         ({"prompt": "a", "stop_token_ids": [999]}, "stop_token_ids"),
         ({"prompt": "a", "stop": ""}, "stop"),
+        ({"prompt": "a", "stop": ["x"] * 65}, "stop"),
+        ({"prompt": "a", "temperature": 1e39}, "temperature"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
@@ -536,6 +538,10 @@ def test_origins_and_host_names(model):
         assert httpx.options(url, headers=asked).status_code == 200
         other = httpx.get(url, headers={"Origin": "https://other.example"})
         assert "access-control-allow-origin" not in other.headers
+        # What a page may send though it may not read the answer: refused before it is looked at.
+        assert other.status_code == 403 and other.json()["error"]["code"] == "foreign_origin"
+        assert httpx.get(url, headers={"Origin": "null"}).status_code == 403
+        assert httpx.get(url, headers={"Origin": "http://localhost:3000"}).status_code == 200
         assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 403
         for host in ("localhost", f"localhost:{served.port}", "[::1]:80", "127.0.0.2"):
             assert httpx.get(url, headers={"Host": host}).status_code == 200

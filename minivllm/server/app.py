@@ -179,7 +179,7 @@ def create_app(
     cors_origins : sequence of str
         Origins whose pages may call; none by default.
     local_only : bool
-        Refuse Host headers that do not name this machine.
+        Refuse Host headers that do not name this machine, and pages of other machines.
     """
 
     @asynccontextmanager
@@ -190,7 +190,9 @@ def create_app(
     # No pages of documentation: they load scripts from elsewhere. /openapi.json is there.
     app = FastAPI(title="minivllm", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     service = Service(engine, model_names, max_queue)
-    app.add_middleware(Gate, api_key=api_key, max_body_bytes=max_body_bytes, local_only=local_only)
+    app.add_middleware(
+        Gate, api_key=api_key, max_body_bytes=max_body_bytes, local_only=local_only, origins=cors_origins
+    )
     if cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
     _add_errors(app)

@@ -6,7 +6,9 @@ import base64
 import hmac
 import ipaddress
 import json
+from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -68,14 +70,18 @@ def is_live(path: str) -> bool:
 
 
 class Gate:
-    """Answer 401 without the key, 403 to a foreign host name, 413 to a body that is too long.
+    """Answer 401 without the key, 403 to a foreign host name or page, 413 to a body that is too long.
 
     ``local_only`` refuses Host headers that do not name this machine: where there is no key, a web page whose name was
-    pointed at 127.0.0.1 could otherwise read answers.
+    pointed at 127.0.0.1 could otherwise read answers. It refuses the pages of other machines too, but for ``origins``:
+    a browser lets them send what it does not let them read the answer to.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int, local_only: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, api_key: str | None, max_body_bytes: int, local_only: bool, origins: Sequence[str] = ()
+    ) -> None:
         self._app = app
+        self._origins = frozenset(origins)
         self._key = None if api_key is None else api_key.encode()
         self._max_body_bytes = max_body_bytes
         self._local_only = local_only
@@ -102,6 +108,9 @@ class Gate:
             if not is_loopback(name):
                 text = "This server answers to this machine's own names; an API key opens it to others."
                 return Json(error_body(text, "permission_error", code="foreign_host"), 403)
+            if not self._may_call(headers.get(b"origin")):
+                text = "Pages of this origin may not call: --cors-origin lets them."
+                return Json(error_body(text, "permission_error", code="foreign_origin"), 403)
         if self._key is not None and path not in OPEN_PATHS:
             given = given_key(headers)
             equal = hmac.compare_digest(given or b"", self._key)  # in constant time
@@ -116,6 +125,17 @@ class Gate:
         if not length.isdigit() or int(length) > self._max_body_bytes:
             return Json(self._too_long(), 413, {"Connection": "close"})
         return None
+
+    def _may_call(self, origin: bytes | None) -> bool:
+        if origin is None:  # no browser, or a page of this server's own
+            return True
+        text = origin.decode("latin-1")
+        if text in self._origins or "*" in self._origins:
+            return True
+        try:
+            return is_loopback(urlsplit(text).hostname or "")
+        except ValueError:
+            return False
 
     def _too_long(self) -> dict[str, Any]:
         text = f"The body is longer than the {self._max_body_bytes} bytes that are taken."

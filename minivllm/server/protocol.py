@@ -12,6 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, 
 
 from minivllm.request import SamplingParams
 
+MAX_STOPS = 64  # stop texts of a request: each is looked for in every token's text, while the other requests wait
+
 
 class BadRequestError(ValueError):
     """A request that cannot be served; ``param`` names the field, where it is one."""
@@ -101,6 +103,8 @@ class Body(BaseModel):
         """Raise BadRequestError for what is not served."""
         if self.response_format is not None and self.response_format.get("type") != "text":
             raise BadRequestError("response_format is not served, other than of type 'text'", "response_format")
+        if isinstance(self.stop, list) and len(self.stop) > MAX_STOPS:
+            raise BadRequestError(f"stop holds {len(self.stop)} texts; at most {MAX_STOPS} are served", "stop")
         if self.stream_options is not None and not self.stream:
             raise BadRequestError("stream_options is for streams: set stream to true", "stream_options")
 
