@@ -160,7 +160,7 @@ struct UpdateStateParams {
 };
 
 // Draws the next token of each row and stores it as the slot's last token.
-// logits' = ((logits + bias) with penalties) / temperature, then top-k, top-p, min-p as vLLM
+// logits' = ((logits + bias) with penalties) / temperature, then min-p, top-k, top-p as vLLM
 // defines them; the draw is the arg-max of logits' + Gumbel noise keyed by (seed, sample, position,
 // token id), never by slot or step. Greedy rows take the arg-max; ties go to the lowest id. A row
 // with a NaN, or with no finite logit, gives token -1.
@@ -197,8 +197,8 @@ struct LogprobsParams {
   int64_t num_rows, vocab_size, top_n;
 };
 
-// Marks tokens in a slot's row of counts: prompt tokens set bit 30, generated ones add 1. clear
-// zeroes the row first.
+// Marks tokens in a slot's row of counts: prompt tokens set bit 30, generated ones add 1. The
+// row is zeroed first.
 struct CountTokensParams {
   int32_t* counts;           // [vocab_size], the slot's row
   const int32_t* token_ids;  // [num_tokens]

@@ -240,7 +240,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _architecture(config: Mapping[str, Any], source: str) -> str:
     names = config.get("architectures") or []
-    if isinstance(names, str):
+    if not isinstance(names, list):
         names = [names]
     for name in names:
         if name in ARCHITECTURES:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 from dataclasses import dataclass
 
 import torch
 
 from minivllm.config import ModelConfig
+from minivllm.request import shown
+
+
+_MOST = (2**31 - 1, 2**63 - 1)  # of a count, which is an int32 on the device, and of bytes
 
 
 @dataclass(frozen=True)
@@ -24,11 +29,13 @@ class Sizes:
 def _positive(name: str, value: int | None, default: int) -> int:
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int or None, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an int or None, not {shown(value)}")
     if value < 1:
-        raise ValueError(f"{name} must be at least 1, not {value}")
-    return value
+        raise ValueError(f"{name} must be at least 1, not {shown(value)}")
+    if value > _MOST[name == "kv_cache_bytes"]:
+        raise ValueError(f"{name} must be at most {_MOST[name == 'kv_cache_bytes']}, not {shown(value)}")
+    return int(value)
 
 
 def free_memory(device: torch.device) -> int:
@@ -46,6 +53,22 @@ def _check_head_dim(head_dim: int, device: torch.device, dtype: torch.dtype) -> 
         served, which = head_dim <= 256 and head_dim % 8 == 0, "multiples of 8 up to 256"
     if not served:
         raise ValueError(f"head_dim {head_dim} is not served on {device.type} in {dtype}, only {which}")
+
+
+def _check_memory(sizes: Sizes, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Refuse what no moment of this machine could hold; the system would grant it and end the process later."""
+    rows = -(-sizes.max_seq_len // sizes.block_size)
+    wanted = {
+        "num_blocks": sizes.num_blocks * sizes.block_size * config.kv_bytes_per_token(dtype),
+        "num_slots": 4 * sizes.num_slots * (config.vocab_size + 4 * rows),
+        "max_seq_len": 4 * sizes.max_seq_len * config.head_dim,
+        "max_step_tokens": 4 * sizes.max_step_tokens * config.hidden_size,
+    }
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for name, size in wanted.items():
+        if size > there:
+            value = getattr(sizes, name)
+            raise ValueError(f"{name} = {value} takes {size} bytes or more, and this machine has {there}: lower it")
 
 
 def choose_sizes(
@@ -66,7 +89,7 @@ def choose_sizes(
     ------
     ValueError
         A size below 1, both ``num_blocks`` and ``kv_cache_bytes``, a ``max_seq_len`` beyond the model's, a cache that
-        holds no block, or a head_dim without a kernel.
+        holds no block, a head_dim without a kernel, or, on the CPU, more memory than the machine has.
     """
     _check_head_dim(config.head_dim, device, dtype)
     gpu = device.type == "cuda"
@@ -91,4 +114,9 @@ def choose_sizes(
         tokens = slots * min(length, 8192 if gpu else 2048)
         share = free_memory(device) // (2 if gpu else 4)
         blocks = max(min(-(-tokens // block), share // block_bytes), 1)
-    return Sizes(slots, block, blocks, length, step)
+    if blocks > _MOST[0]:
+        raise ValueError(f"kv_cache_bytes {kv_cache_bytes} holds {blocks} blocks; at most {_MOST[0]} are served")
+    sizes = Sizes(slots, block, blocks, length, step)
+    if not gpu:
+        _check_memory(sizes, config, dtype)
+    return sizes

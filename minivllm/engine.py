@@ -17,7 +17,7 @@ from minivllm.block_pool import BlockPool
 from minivllm.calls import Calls
 from minivllm.config import ModelConfig, resolve_dtype
 from minivllm.defaults import choose_sizes
-from minivllm.intake import choose_device
+from minivllm.intake import check_seed, choose_device
 from minivllm.integrity import check
 from minivllm.loader import load_weights, resolve_model
 from minivllm.lock import FairLock
@@ -87,7 +87,7 @@ class BatchEngine(Calls, Views):
         progress: bool = False,
     ) -> None:
         self._closed = True  # until there is something to close
-        place = choose_device(device)
+        place, seed = choose_device(device), check_seed(seed)
         path = resolve_model(model)
         self.config = ModelConfig.from_dir(path)
         self.dtype = resolve_dtype(self.config, dtype, place)
@@ -275,7 +275,7 @@ class BatchEngine(Calls, Views):
                     self._in_turn = False
         finally:
             self._lock.restore(depth)  # an interrupt can come just before the lock is given up
-            if self._cancelled:  # during the turn, by another thread that did not wait for its end
+            if self._cancelled and not self._half_done:  # by a thread that did not wait; a failed repair comes first
                 self._end_cancelled(wait=False)
 
     def _recover(self, error: BaseException | None) -> None:
@@ -336,7 +336,7 @@ class BatchEngine(Calls, Views):
         self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
+        if not getattr(self, "_closed", True) and not self._lock.foreign:
             self.close()
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ import torch
 from minivllm import _extension
 from minivllm.config import ModelConfig
 from minivllm.defaults import Sizes
-from minivllm.request import Generation, SamplingParams
+from minivllm.request import MAX_SAMPLES, Generation, SamplingParams, shown
 from minivllm.sampler import MAX_BIAS, derive_seed
 from minivllm.sequence import Request, Sequence
 from minivllm.stores import ceil_div
@@ -25,13 +25,20 @@ Conversations = Seq[Mapping[str, Any]] | Seq[Seq[Mapping[str, Any]]]
 Params = SamplingParams | Seq[SamplingParams] | None
 
 
+def check_seed(seed: Any) -> int:
+    """Return an engine's seed as a plain int."""
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise TypeError(f"seed must be an int, not {shown(seed)}")
+    return int(seed)
+
+
 def choose_device(device: str | torch.device | None) -> torch.device:
     """Return the device to run on: CUDA where there is one that the kernels run on, unless told otherwise."""
     if device is None:
         device = "cuda" if _extension.has_cuda() else "cpu"
     try:
         place = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise ValueError(f"device must be 'cpu' or 'cuda', not {str(device)!r}") from None
     if place.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be 'cpu' or 'cuda', not {str(device)!r}")
@@ -61,6 +68,8 @@ def as_prompts(prompts: Prompts) -> list[Any]:
         return [prompts]
     if isinstance(prompts, (bytes, Mapping)) or not hasattr(prompts, "__iter__"):
         raise TypeError(f"prompts must be a str, a list of ints, or a list of either, not {type(prompts).__name__}")
+    if getattr(prompts, "ndim", 1) == 0:
+        raise TypeError("prompts must be a str, a list of ints, or a list of either, not an array without dimensions")
     return list(prompts)
 
 
@@ -102,7 +111,7 @@ def pair(prompts: Seq[Any], params: Params) -> list[tuple[Any, SamplingParams]]:
     """Give each prompt its parameters."""
     if params is None or isinstance(params, SamplingParams):
         return [(prompt, params or SamplingParams()) for prompt in prompts]
-    if isinstance(params, (str, Mapping)) or not all(isinstance(p, SamplingParams) for p in params):
+    if isinstance(params, str) or not isinstance(params, Seq) or not all(isinstance(p, SamplingParams) for p in params):
         raise TypeError("params must be a SamplingParams or a list of them")
     if len(params) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts and {len(params)} params: give one for all, or one a prompt")
@@ -176,7 +185,7 @@ class RequestMaker:
         size = self.config.vocab_size
         for i, token in enumerate(ids):
             if not 0 <= token < size:
-                raise ValueError(f"{where}token id {token} at place {i} is outside the vocabulary of {size}")
+                raise ValueError(f"{where}token id {shown(token)} at place {i} is outside the vocabulary of {size}")
         return ids
 
     def _check_params(self, params: SamplingParams, where: str) -> None:
@@ -186,7 +195,7 @@ class RequestMaker:
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or {})):
             for token in ids:
                 if not 0 <= token < size:
-                    raise ValueError(f"{where}{name}: token id {token} is outside the vocabulary of {size}")
+                    raise ValueError(f"{where}{name}: token id {shown(token)} is outside the vocabulary of {size}")
         if params.stop:
             need_tokenizer(self.tokenizer, "stop text")
 
@@ -210,8 +219,8 @@ def failed(prompt: Any, index: int, error: Exception) -> Generation:
 
 def fork(request: Request, k: int) -> list[Request]:
     """Make ``k`` requests that go on from where the request's sample 0 stands."""
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ValueError(f"k must be an int of at least 1, not {k!r}")
+    if isinstance(k, bool) or not isinstance(k, numbers.Integral) or not 1 <= k <= MAX_SAMPLES:
+        raise ValueError(f"k must be an int in [1, {MAX_SAMPLES}], not {shown(k)}")
     first = request.sequences[0]
     if first.state == "ended":
         raise ValueError(f"request {request.ordinal} has ended: there is nothing to go on from")

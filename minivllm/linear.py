@@ -62,7 +62,14 @@ class Linear:
         self.weight = weight
         self.bias = bias
 
-    def __call__(self, x: Tensor, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        residual: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Multiply rows.
 
         Parameters
@@ -73,6 +80,8 @@ class Linear:
             ``[num_tokens, out_size]``: written to, the product is added to it.
         out_dtype
             ``x``'s, where None; or float32, with neither ``residual`` nor ``gate_up``.
+        out
+            ``[num_tokens, out_size]``, float32 or ``x``'s dtype: written to and returned; for plain products.
 
         Returns
         -------
@@ -84,8 +93,11 @@ class Linear:
         ValueError
             A shape, dtype or device does not fit.
         """
+        if out is not None and (self.gate_up or residual is not None):
+            raise ValueError("out is for plain products, with neither gate_up nor a residual")
         if not self.compiled:
-            return self._with_torch(x, residual, out_dtype)
+            y = self._with_torch(x, residual, out_dtype)
+            return y if out is None else out.copy_(y)
         epilogue = _C.EPILOGUE_NONE
         if residual is not None:
             if self.gate_up:
@@ -94,7 +106,7 @@ class Linear:
         elif self.gate_up:
             epilogue = _C.EPILOGUE_SILU_MUL
             out = torch.empty((x.shape[0], self.out_size // 2), dtype=out_dtype or x.dtype, device=x.device)
-        else:
+        elif out is None:
             out = torch.empty((x.shape[0], self.out_size), dtype=out_dtype or x.dtype, device=x.device)
         _C.linear(out, x, self.weight, self.out_size, self.bias, epilogue)
         return out

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minivllm.config import ModelConfig, read_json, resolve_dtype
+from minivllm.request import shown
 from minivllm.safetensors_file import StoredTensor, read_header, refuse_lfs_pointer
 from minivllm.transfer import FileReader
 
@@ -58,9 +59,13 @@ def resolve_model(model: str | Path) -> Path:
         When the path is a file of another kind.
     """
     path = Path(model).expanduser()
-    if path.is_dir() and model != "":
+    try:
+        found, is_file = path.is_dir() and model != "", path.is_file()
+    except OSError as error:  # a name that is too long
+        raise FileNotFoundError(f"there is no model at {shown(str(model))}: {error.strerror}") from None
+    if found:
         return path
-    if path.is_file():
+    if is_file:
         if path.suffix != ".gguf":
             raise ValueError(f"{path} is a file; a model is a directory, a .gguf file or a hub id")
         return path
@@ -123,6 +128,8 @@ def load_weights(
 
         return GGUFFile(path).load_weights(config, device, dtype, progress)
     stored = stored_tensors(path)
+    if config.num_layers > len(stored):  # a config that is wrong by far: its tensors are not even to be named
+        raise ValueError(f"{path}: {len(stored)} tensors cannot be num_hidden_layers = {config.num_layers} layers")
     targets = expected_tensors(config)
     check_stored(stored, targets, config, path)
     weights = allocate(config, device, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from types import TracebackType
@@ -15,13 +16,24 @@ class FairLock:
     """
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._mutex = threading.Lock()
         self._owner: int | None = None
         self._depth = 0
         self._waiters: deque[tuple[int, threading.Lock]] = deque()
 
+    @property
+    def foreign(self) -> bool:
+        """Whether this process is a fork of the lock's own: who held it at the fork would hold it for ever."""
+        return self._pid != os.getpid()
+
     def acquire(self, blocking: bool = True) -> bool:
         """Take the lock; without ``blocking`` return False at once where another thread holds it."""
+        if self.foreign:
+            raise RuntimeError(
+                f"this engine belongs to process {self._pid}, of which this one is a fork: make an engine here, in a "
+                "process that was started by 'spawn'"
+            )
         me = threading.get_ident()
         before = self.depth
         try:
@@ -51,6 +63,8 @@ class FairLock:
 
     def restore(self, depth: int) -> None:
         """Give up what an interrupted thread asked for or was handed beyond ``depth``."""
+        if self.foreign:
+            return
         me = threading.get_ident()
         with self._mutex:
             for waiter in [w for w in self._waiters if w[0] == me]:

@@ -168,6 +168,6 @@ class Model:
             q, cache.kv[i], cache.block_table, slots, lens, inputs.max_seq_len, self.scale, cache.workspace
         )
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 ``[rows, vocab_size]`` of normed hidden states ``[rows, hidden_size]``."""
-        return self.lm_head(hidden, out_dtype=torch.float32)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return float32 ``[rows, vocab_size]``, in ``out`` if given, of normed states ``[rows, hidden_size]``."""
+        return self.lm_head(hidden, out_dtype=torch.float32, out=out)

@@ -17,7 +17,9 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 LogitsFn = Callable[[list[int], "torch.Tensor"], "torch.Tensor | None"]
 
 MAX_LOGPROBS = 20
+MAX_SAMPLES = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_STOPS = 1024  # every token is compared with each of them, while all other rows wait
 _MAX_FLOAT = float.fromhex("0x1.fffffep127")  # of the float32 that parameters are on the device
 
 
@@ -35,6 +37,16 @@ class RequestError(RuntimeError):
     def __init__(self, message: str, generation: Generation | None = None) -> None:
         super().__init__(message)
         self.generation = generation
+
+
+def shown(value: object, most: int = 80) -> str:
+    """Return what an error message shows of a value: its beginning, on one line."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python prints
+        text = "a very large int"
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _is_int(value: object) -> bool:
@@ -78,7 +90,7 @@ class SamplingParams:
     seed : int or None
         Any 64-bit integer. None draws one from the engine's seed; ``Generation.seed`` tells which.
     stop : str or sequence of str
-        Texts that end the request; the text returned ends before them.
+        Texts that end the request; the text returned ends before them. At most 1,024 of them.
     stop_token_ids : sequence of int
         Further ids that end the request.
     ignore_eos : bool
@@ -140,18 +152,18 @@ class SamplingParams:
         self._check_numbers()
         self._check_int("max_tokens", 1, None, optional=True)
         self._check_int("min_tokens", 0, None)
-        self._check_int("n", 1, 1024)
+        self._check_int("n", 1, MAX_SAMPLES)
         self._check_int("seed", -(2**63), 2**64 - 1, optional=True)
         self._check_int("logprobs", 0, MAX_LOGPROBS, optional=True)
         self._check_int("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+            raise ValueError(f"min_tokens ({shown(self.min_tokens)}) must not exceed max_tokens ({self.max_tokens})")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, not {getattr(self, name)!r}")
+                raise TypeError(f"{name} must be a bool, not {shown(getattr(self, name))}")
         self._check_stops()
         if self.logits_fn is not None and not callable(self.logits_fn):
-            raise TypeError(f"logits_fn must be callable, not {self.logits_fn!r}")
+            raise TypeError(f"logits_fn must be callable, not {shown(self.logits_fn)}")
 
     def _check_numbers(self) -> None:
         ranges: dict[str, tuple[str, Callable[[float], bool]]] = {
@@ -165,9 +177,9 @@ class SamplingParams:
         for name, (rule, holds) in ranges.items():
             value = getattr(self, name)
             if not _is_number(value):
-                raise TypeError(f"{name} must be a number, not {value!r}")
+                raise TypeError(f"{name} must be a number, not {shown(value)}")
             if not holds(_as_float(value)):  # NaN holds nowhere
-                raise ValueError(f"{name} must be {rule}, not {value!r}")
+                raise ValueError(f"{name} must be {rule}, not {shown(value)}")
             object.__setattr__(self, name, float(value))
         if _is_int(self.top_k) and self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
@@ -178,34 +190,36 @@ class SamplingParams:
         if value is None and optional:
             return
         if not _is_int(value):
-            raise TypeError(f"{name} must be an int{' or None' if optional else ''}, not {value!r}")
+            raise TypeError(f"{name} must be an int{' or None' if optional else ''}, not {shown(value)}")
         if value < low or (high is not None and value > high):
             bound = f">= {low}" if high is None else f"in [{low}, {high}]"
-            raise ValueError(f"{name} must be {bound}, not {value!r}")
+            raise ValueError(f"{name} must be {bound}, not {shown(value)}")
         object.__setattr__(self, name, int(value))
 
     def _check_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, (tuple, list)) or not all(isinstance(s, str) for s in stop):
-            raise TypeError(f"stop must be a str or a sequence of str, not {self.stop!r}")
+            raise TypeError(f"stop must be a str or a sequence of str, not {shown(self.stop)}")
+        if len(stop) > MAX_STOPS:
+            raise ValueError(f"stop holds {len(stop)} texts; at most {MAX_STOPS:,} are served")
         if any(not s for s in stop):
             raise ValueError("stop must not hold an empty string: it would end every request at once")
         object.__setattr__(self, "stop", tuple(stop))
         ids = self.stop_token_ids
         if not isinstance(ids, (tuple, list, set, frozenset)) or not all(_is_int(i) for i in ids):
-            raise TypeError(f"stop_token_ids must be a sequence of ints, not {ids!r}")
+            raise TypeError(f"stop_token_ids must be a sequence of ints, not {shown(ids)}")
         object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in ids))
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, Mapping):
-            raise TypeError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
+            raise TypeError(f"logit_bias must map token ids to numbers, not {shown(self.logit_bias)}")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias holds {len(self.logit_bias)} ids; at most {MAX_LOGIT_BIAS} are served")
         for key, value in self.logit_bias.items():
             if not _is_int(key) or not _is_number(value):
-                raise TypeError(f"logit_bias must map token ids to numbers, not {key!r} to {value!r}")
+                raise TypeError(f"logit_bias must map token ids to numbers, not {shown(key)} to {shown(value)}")
             if not _as_float(value) <= _MAX_FLOAT:  # NaN included
-                raise ValueError(f"logit_bias[{key}] must be a float32 below infinity, not {value!r}")
+                raise ValueError(f"logit_bias[{shown(key)}] must be a float32 below infinity, not {shown(value)}")
         object.__setattr__(self, "logit_bias", {int(k): _as_float(v) for k, v in self.logit_bias.items()})
 
     @property
@@ -228,8 +242,12 @@ class SamplingParams:
     def from_dict(cls, data: Mapping[str, Any]) -> SamplingParams:
         """Build parameters from what `to_dict` gave, or from JSON with the same names."""
         values = dict(data)
-        if values.get("logit_bias") is not None:
-            values["logit_bias"] = {int(k): v for k, v in values["logit_bias"].items()}
+        bias = values.get("logit_bias")
+        if isinstance(bias, Mapping):  # JSON has no keys but texts
+            try:
+                values["logit_bias"] = {int(k) if isinstance(k, str) else k: v for k, v in bias.items()}
+            except ValueError:
+                raise ValueError(f"logit_bias must map token ids to numbers, not {shown(bias)}") from None
         return cls(**values)
 
 

@@ -68,7 +68,6 @@ class Ticket:
 @dataclass
 class _Graph:
     graph: torch.cuda.CUDAGraph
-    logits: Tensor
     tokens: Tensor
 
 
@@ -124,6 +123,8 @@ class Runner:
         self._turn = 0
         self._graphs: dict[int, _Graph] = {}  # by rows
         self._graph_pool: Any = None
+        wide = (num_slots if self._use_graphs else 0, config.vocab_size)
+        self._logits = torch.empty(wide, dtype=torch.float32, device=self.device)  # of the graphs of all sizes
         # Not torch's own, which all graphs of the process share, whatever their device.
         self._capture_stream = torch.cuda.Stream(self.device) if self._use_graphs else None  # type: ignore[no-untyped-call]
 
@@ -151,7 +152,7 @@ class Runner:
         if self._can_replay(batch):
             graph = self._graph(rows)
             graph.graph.replay()
-            logits, tokens = graph.logits[: batch.num_rows], graph.tokens[: batch.num_rows]
+            logits, tokens = self._logits[: batch.num_rows], graph.tokens[: batch.num_rows]
         else:
             keep_all = bool(batch.prompt_logprobs)
             hidden = self.model.forward(inputs, self.cache, keep_all)
@@ -264,13 +265,13 @@ class Runner:
             with torch.cuda.graph(
                 graph, pool=self._graph_pool, stream=self._capture_stream, capture_error_mode="thread_local"
             ):
-                logits = self.model.logits(self.model.forward(inputs, self.cache))
+                logits = self.model.logits(self.model.forward(inputs, self.cache), self._logits[:rows])
                 tokens = self._sample(logits, inputs)
         finally:
             torch.cuda.set_stream(before)  # a capture that fails leaves the thread on its own stream
         if self._graph_pool is None:
             self._graph_pool = graph.pool()
-        self._graphs[rows] = _Graph(graph, logits, tokens)
+        self._graphs[rows] = _Graph(graph, tokens)
         return self._graphs[rows]
 
     # ---------------------------------------------------------------- what only some requests ask for
@@ -279,7 +280,7 @@ class Runner:
         self, slot: int, tokens: list[int], num_prompt: int, uses_counts: bool, bias: list[tuple[int, float, int]]
     ) -> None:
         if (uses_counts and self._counts is None) or (bias and self._bias is None):
-            self.drain()  # the graphs so far know neither: their logits would only hold memory
+            self.drain()  # the graphs so far know neither
             self._graphs, self._graph_pool = {}, None
         if uses_counts:
             if self._counts is None:

@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minivllm.intake import RequestMaker
-from minivllm.request import Logprob, Logprobs, SamplingParams
+from minivllm.request import Logprob, Logprobs, SamplingParams, shown
 from minivllm.sequence import Request, Sequence
 
 _FORMAT = "minivllm-request-1"
+_MAX_SAMPLE = 2**31 - 1 - 2**20  # an int32 on the device, with room for further branches
 
 
 def _pack_logprobs(logprobs: Logprobs | None) -> Any:
@@ -28,7 +29,13 @@ def _pack_logprobs(logprobs: Logprobs | None) -> Any:
 def _unpack_logprobs(data: Any) -> Logprobs | None:
     if data is None:
         return None
-    return [None if p is None else {i: Logprob(*x) for i, *x in p} for p in data]
+    return [None if p is None else dict(_unpack(*x) for x in p) for p in data]
+
+
+def _unpack(token: int, logprob: float, rank: int, text: str | None) -> tuple[int, Logprob]:
+    if not (isinstance(token, int) and isinstance(rank, int) and isinstance(text, str | None)):
+        raise TypeError("a log probability that is none")
+    return token, Logprob(float(logprob), rank, text)
 
 
 def save(request: Request, path: Path, kv: Tensor | None) -> None:
@@ -55,6 +62,8 @@ def save(request: Request, path: Path, kv: Tensor | None) -> None:
     tensors = {"tokens": torch.tensor(sequence.tokens, dtype=torch.int32)}
     if kv is not None:
         tensors["kv"] = kv
+    if path.is_dir() or not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: it is a directory, or is to be in one that does not exist")
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         save_file(tensors, partial, metadata={"format": _FORMAT, "request": json.dumps(state)})
@@ -65,8 +74,36 @@ def save(request: Request, path: Path, kv: Tensor | None) -> None:
         partial.unlink(missing_ok=True)
 
 
+def _whole(state: dict[str, Any], name: str, low: int, high: int) -> int:
+    value = state[name]
+    if not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name} is {shown(value)}")
+    return value
+
+
+def _restore(make: RequestMaker, state: dict[str, Any], tokens: list[int]) -> Request:
+    """Return the request that a file tells of; whatever cannot be raises, before any other request could notice."""
+    prompt_len = _whole(state, "prompt_tokens", 1, len(tokens))
+    request = make(tokens[:prompt_len], SamplingParams.from_dict(state["params"]))
+    request.prompt, request.seed = state["prompt"], _whole(state, "seed", -(2**63), 2**64 - 1)
+    if not (request.prompt is None or isinstance(request.prompt, str)) or request.params.n != 1:
+        raise ValueError("its prompt or its n cannot be")
+    logprobs = _unpack_logprobs(state["logprobs"])
+    sequence = Sequence(request, _whole(state, "sample", 0, _MAX_SAMPLE), tokens, logprobs=logprobs)
+    if (logprobs is None) != (request.params.logprobs is None):
+        raise ValueError("its parameters and its log probabilities do not agree")
+    request.prompt_logprobs = _unpack_logprobs(state["prompt_logprobs"])
+    wanted = None if request.params.prompt_logprobs is None else prompt_len
+    if (None if request.prompt_logprobs is None else len(request.prompt_logprobs)) != wanted:
+        raise ValueError("its parameters and its prompt's log probabilities do not agree")
+    request.sequences, request.num_samples = [sequence], sequence.sample + 1
+    return request
+
+
 def load(make: RequestMaker, path: Path, cache: Tensor) -> Request:
     """Read a request for an engine whose KV cache is ``cache``; ValueError where it does not fit the model."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a file")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -76,15 +113,11 @@ def load(make: RequestMaker, path: Path, cache: Tensor) -> Request:
     if metadata.get("format") != _FORMAT:
         raise ValueError(f"{path} is not a saved request ({_FORMAT})")
     try:
-        state = json.loads(metadata["request"])
-        tokens: list[int] = tensors["tokens"].tolist()
-        request = make(tokens[: state["prompt_tokens"]], SamplingParams.from_dict(state["params"]))
-        request.prompt, request.seed = state["prompt"], int(state["seed"])
-        logprobs = _unpack_logprobs(state["logprobs"])
-        sequence = Sequence(request, int(state["sample"]), tokens, logprobs=logprobs)
-        request.prompt_logprobs = _unpack_logprobs(state["prompt_logprobs"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        request = _restore(make, json.loads(metadata["request"]), tensors["tokens"].tolist())
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged or does not fit: {type(error).__name__}: {error}") from error
+    sequence = request.sequences[0]
+    tokens, logprobs = sequence.tokens, sequence.logprobs
     if len(tokens) >= request.limit:
         raise ValueError(f"{path} holds {len(tokens)} tokens, and this engine ends a request at {request.limit}")
     drawn = sequence.output
@@ -92,8 +125,6 @@ def load(make: RequestMaker, path: Path, cache: Tensor) -> Request:
         raise ValueError(f"{path} holds a token id outside the vocabulary of {make.config.vocab_size}")
     if logprobs is not None and len(logprobs) != len(drawn):
         raise ValueError(f"{path} is damaged: {len(logprobs)} log probabilities of {len(drawn)} tokens")
-    request.sequences = [sequence]
-    request.num_samples = sequence.sample + 1
     kv = tensors.get("kv")
     if kv is not None:
         layers, _, _, heads, _, dim = cache.shape
@@ -102,5 +133,7 @@ def load(make: RequestMaker, path: Path, cache: Tensor) -> Request:
             raise ValueError(f"{path} was saved by another model: its KV is {kv.dtype} {tuple(kv.shape)}")
         if not 0 < kv.shape[3] < len(tokens):
             raise ValueError(f"{path} is damaged: KV of {kv.shape[3]} of {len(tokens)} tokens")
+        if not kv.isfinite().all():  # its blocks would serve other prompts that begin alike
+            raise ValueError(f"{path} is damaged: its KV holds NaN or infinity")
         sequence.saved_kv = kv
     return request

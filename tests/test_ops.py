@@ -111,6 +111,17 @@ def test_linear(device, dtype, kind, n, k):
                 assert torch.equal(one, found[row : row + 1])
 
 
+def test_linear_writes_where_it_is_told(device):
+    layer = ops.Linear(rand(64, 64, dtype=torch.bfloat16, device=device))
+    x = rand(5, 64, dtype=torch.bfloat16, device=device)
+    room = torch.full((9, 64), math.nan, device=device)
+    assert layer(x, out_dtype=torch.float32, out=room[:5]).data_ptr() == room.data_ptr()
+    assert torch.equal(room[:5], layer(x, out_dtype=torch.float32))
+    assert room[5:].isnan().all()
+    with pytest.raises(ValueError, match="plain products"):
+        layer(x, residual=rand(5, 64, dtype=torch.bfloat16, device=device), out=room[:5])
+
+
 def test_linear_keeps_a_nan_in_its_row(device):
     layer = ops.Linear(rand(64, 64, dtype=torch.bfloat16, device=device))
     x = rand(9, 64, dtype=torch.bfloat16, device=device)
