@@ -6,7 +6,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -62,9 +62,10 @@ class DeltaStream(Iterator[Delta]):
         return next(self._deltas)
 
     def close(self) -> None:
-        """Cancel what has not ended."""
-        self._deltas.close()
+        """Cancel what has not ended; another thread that iterates gets what there was and comes to the end."""
         self._calls._cancel(self._requests)
+        with suppress(ValueError):  # that thread is inside the generator
+            self._deltas.close()
 
     def __enter__(self) -> DeltaStream:
         return self
@@ -74,7 +75,8 @@ class DeltaStream(Iterator[Delta]):
 
     def __del__(self) -> None:
         # Wherever the collector comes by, perhaps inside the engine's own locks: never wait here.
-        self._calls._cancel(self._requests, wait=False)
+        if not self._calls._lock.foreign:
+            self._calls._cancel(self._requests, wait=False)
 
 
 class Calls:
@@ -203,9 +205,13 @@ class Calls:
 
     # ---------------------------------------------------------------- behind them
 
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise TypeError("an engine owns its memory and its threads' lock: it cannot be copied or pickled")
+
     def _maker(self) -> intake.RequestMaker:
         if self._closed:
             raise EngineClosedError("this engine was closed")
+        self._lock.check_process()
         return intake.RequestMaker(self.config, self.tokenizer, self.sizes)
 
     def _commit(self, requests: list[Request]) -> None:

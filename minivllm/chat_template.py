@@ -100,8 +100,9 @@ class ChatTemplate:
         }
         try:
             return template.render(context)
-        except (TemplateError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        except Exception as error:  # whatever the template's author, or the sandbox, makes of them
+            text = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"the chat template refuses these messages: {text}") from error
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -113,13 +114,13 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     checked = []
     for position, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {position} is not an object with a role: {message!r}")
+            raise ValueError(f"message {position} is not an object with a role: {shown(message)}")
         message = dict(message)
         content = message.get("content")
         if isinstance(content, list):
             message["content"] = "\n".join(_text_of(part, position) for part in content)
         elif content is not None and not isinstance(content, str):
-            raise ValueError(f"the content of message {position} must be text, not {content!r}")
+            raise ValueError(f"the content of message {position} must be text, not {shown(content)}")
         checked.append(message)
     return checked
 
@@ -129,7 +130,14 @@ def _text_of(part: Any, position: int) -> str:
         return part
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    raise ValueError(f"message {position} has a part that is not text: {part!r}")
+    raise ValueError(f"message {position} has a part that is not text: {shown(part)}")
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8: {error}") from None
 
 
 def read_templates(path: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
@@ -142,12 +150,15 @@ def read_templates(path: Path, tokenizer_config: Mapping[str, Any]) -> dict[str,
     if isinstance(configured, str):
         templates["default"] = configured
     elif isinstance(configured, list):
-        templates.update({str(entry["name"]): str(entry["template"]) for entry in configured})
+        for entry in configured:
+            if not isinstance(entry, Mapping) or not {"name", "template"} <= set(entry):
+                raise ValueError(f"{path}: each chat_template of a list needs a name and a template")
+            templates[str(entry["name"])] = str(entry["template"])
     elif isinstance(configured, Mapping):
         templates.update({str(name): str(source) for name, source in configured.items()})
     own = path / "chat_template.jinja"
     if own.is_file():
-        templates["default"] = own.read_text(encoding="utf-8")
+        templates["default"] = _read_text(own)
     for extra in sorted((path / "additional_chat_templates").glob("*.jinja")):
-        templates[extra.stem] = extra.read_text(encoding="utf-8")
+        templates[extra.stem] = _read_text(extra)
     return templates

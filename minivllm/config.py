@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
+from minivllm.request import shown
 from minivllm.rope import RopeConfig, cos_sin_table, positive
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_MAX_INT32 = 2**31 - 1
 
 # What transformers assumes where config.json is silent.
 _DEFAULT_MAX_POSITION = {
@@ -87,9 +90,9 @@ class ModelConfig:
         """
         limit = self.max_position_embeddings
         if self.rope.rope_type == "yarn":
-            limit = max(limit, int(self.rope.original_max_position * self.rope.factor))
+            limit = max(limit, int(min(self.rope.original_max_position * self.rope.factor, _MAX_INT32)))
         elif self.rope.rope_type == "linear":
-            limit = int(limit * self.rope.factor)
+            limit = int(min(limit * self.rope.factor, _MAX_INT32))
         return limit if self.sliding_window is None else min(limit, self.sliding_window)
 
     @property
@@ -160,8 +163,8 @@ class ModelConfig:
             value = default if value is None else value
             if value is None:
                 raise ValueError(f"{source}: {name} is missing")
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{source}: {name} must be a whole number above 0, not {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_INT32:
+                raise ValueError(f"{source}: {name} must be a whole number from 1 to {_MAX_INT32}, not {shown(value)}")
             return value
 
         hidden, q_heads = whole("hidden_size"), whole("num_attention_heads")
@@ -231,7 +234,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object, or raise a ValueError that names the file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds no JSON object")

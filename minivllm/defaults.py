@@ -11,7 +11,6 @@ import torch
 from minivllm.config import ModelConfig
 from minivllm.request import shown
 
-
 _MOST = (2**31 - 1, 2**63 - 1)  # of a count, which is an int32 on the device, and of bytes
 
 

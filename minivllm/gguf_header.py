@@ -48,7 +48,7 @@ def read_gguf_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]
                 version = cursor.scalar("I")
                 if version in (2, 3):
                     return _read(cursor)
-            except (struct.error, UnicodeDecodeError, KeyError) as error:
+            except (struct.error, UnicodeDecodeError, KeyError, RecursionError) as error:
                 raise ValueError(f"{path} is cut off or damaged: {error}") from None
     raise ValueError(f"{path} has GGUF version {version}; served are 2 and 3")
 
@@ -65,6 +65,8 @@ def _read(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         shape = tuple(cursor.scalar("Q") for _ in range(cursor.scalar("I")))
         entries.append((name, shape[::-1], cursor.scalar("I"), cursor.scalar("Q")))
     alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise struct.error(f"general.alignment is {alignment!r:.80}")
     data = -(-cursor.at // alignment) * alignment
     return metadata, {name: GGUFTensor(name, shape, kind, data + at) for name, shape, kind, at in entries}
 

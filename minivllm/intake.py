@@ -111,7 +111,7 @@ def pair(prompts: Seq[Any], params: Params) -> list[tuple[Any, SamplingParams]]:
     """Give each prompt its parameters."""
     if params is None or isinstance(params, SamplingParams):
         return [(prompt, params or SamplingParams()) for prompt in prompts]
-    if isinstance(params, str) or not isinstance(params, Seq) or not all(isinstance(p, SamplingParams) for p in params):
+    if not isinstance(params, Seq) or not all(isinstance(p, SamplingParams) for p in params):
         raise TypeError("params must be a SamplingParams or a list of them")
     if len(params) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts and {len(params)} params: give one for all, or one a prompt")
@@ -219,7 +219,7 @@ def failed(prompt: Any, index: int, error: Exception) -> Generation:
 
 def fork(request: Request, k: int) -> list[Request]:
     """Make ``k`` requests that go on from where the request's sample 0 stands."""
-    if isinstance(k, bool) or not isinstance(k, numbers.Integral) or not 1 <= k <= MAX_SAMPLES:
+    if isinstance(k, bool) or not hasattr(k, "__index__") or not 1 <= k <= MAX_SAMPLES:
         raise ValueError(f"k must be an int in [1, {MAX_SAMPLES}], not {shown(k)}")
     first = request.sequences[0]
     if first.state == "ended":

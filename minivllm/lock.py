@@ -27,13 +27,17 @@ class FairLock:
         """Whether this process is a fork of the lock's own: who held it at the fork would hold it for ever."""
         return self._pid != os.getpid()
 
-    def acquire(self, blocking: bool = True) -> bool:
-        """Take the lock; without ``blocking`` return False at once where another thread holds it."""
+    def check_process(self) -> None:
+        """Raise RuntimeError in a fork of the lock's own process."""
         if self.foreign:
             raise RuntimeError(
                 f"this engine belongs to process {self._pid}, of which this one is a fork: make an engine here, in a "
                 "process that was started by 'spawn'"
             )
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Take the lock; without ``blocking`` return False at once where another thread holds it."""
+        self.check_process()
         me = threading.get_ident()
         before = self.depth
         try:

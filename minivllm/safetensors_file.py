@@ -78,7 +78,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} has a damaged header: {error}") from None
     end = max((t.offset + t.num_bytes for t in tensors.values()), default=8 + header_bytes)
     if end != size:

@@ -110,3 +110,39 @@ def demo_model() -> Path:
         if gpu_report.RUNNING in os.environ:  # the card's machine may reach no registry
             pytest.skip(f"the demo model is not here: {error}")
         raise
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a tiny random Llama with a tokenizer."""
+    from tiny import tiny_model
+
+    return tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def engine(path: Path, device: torch.device):
+    """Give an engine on the tiny model that must be empty again at the end."""
+    from engines import assert_empty, tiny_engine
+
+    with tiny_engine(path, device) as engine:
+        yield engine
+        if not engine._closed:
+            assert_empty(engine)
+
+
+@pytest.fixture
+def make(path: Path, device: torch.device):
+    """Give a function that makes such engines, of blocks of 4 tokens."""
+    from engines import assert_empty, tiny_engine
+
+    engines = []
+
+    def make(**sizes):
+        engines.append(tiny_engine(path, device, **{"block_size": 4, **sizes}))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        assert_empty(engine)
+        engine.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable
 from functools import lru_cache
 from types import SimpleNamespace
@@ -162,3 +163,18 @@ def fake_answer(
             return tokens[len(prompt) :], "stop"
         if len(tokens) >= most:
             return tokens[len(prompt) :], "length"
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Return token ids of the tiny model, the same for the same arguments."""
+    return random.Random(1000 * length + seed).choices(range(4, 320), k=length)
+
+
+def outcome(g):
+    """Return all of an answer that must not depend on anything else."""
+    return g.token_ids, g.text, g.finish_reason, g.stop_reason, g.logprobs, g.prompt_logprobs
+
+
+def outcomes(answers):
+    """Return that of each answer."""
+    return [outcome(g) for g in answers]

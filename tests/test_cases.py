@@ -5,45 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from engines import assert_empty, fake_answer, fake_engine, greedy, tiny_engine
-from tiny import tiny_model
+from engines import assert_empty, fake_answer, fake_engine, greedy, outcome, outcomes, prompt
 
 from minivllm.request import RequestError, SamplingParams
 
 B = 4  # block size of the engines here
 V = 320
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture
-def make(path, device):
-    engines = []
-
-    def make(**sizes):
-        engines.append(tiny_engine(path, device, **{"block_size": B, **sizes}))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        assert_empty(engine)
-        engine.close()
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return random.Random(1000 * length + seed).choices(range(4, V), k=length)
-
-
-def outcome(g):
-    """Return all of an answer that must not depend on anything else."""
-    return g.token_ids, g.text, g.finish_reason, g.stop_reason, g.logprobs, g.prompt_logprobs
-
-
-def outcomes(answers):
-    return [outcome(g) for g in answers]
 
 
 # -------------------------------------------------------------------- blocks, slots, life cycle

@@ -7,7 +7,6 @@ from importlib import import_module
 
 import pytest
 from engines import tiny_engine
-from tiny import tiny_model
 
 from minivllm import BatchEngine, Delta, Generation, Handle, SamplingParams
 
@@ -30,11 +29,6 @@ NEED_EXAMPLES = [
     Handle.save,
     SamplingParams,
 ]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 def examples_of(module: str) -> list[doctest.DocTest]:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from engines import assert_empty, greedy, tiny_engine
-from tiny import tiny_model
 
 from minivllm.request import (
     Delta,
@@ -16,19 +15,6 @@ from minivllm.request import (
 )
 
 P = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [15], [16, 17, 18, 19, 20]]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture
-def engine(path, device):
-    with tiny_engine(path, device) as engine:
-        yield engine
-        if not engine._closed:
-            assert_empty(engine)
 
 
 # -------------------------------------------------------------------- generate

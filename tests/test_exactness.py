@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 from engines import assert_empty, greedy, tiny_engine
-from tiny import tiny_model
 
 from minivllm import ops
 from minivllm.request import SamplingParams
@@ -47,11 +46,6 @@ def outcome(g):
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def dtype(request):
     return request.param
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
