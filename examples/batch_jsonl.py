@@ -2,7 +2,7 @@
 
     python examples/batch_jsonl.py IN.jsonl OUT.jsonl [MODEL]
 
-A line of IN is {"prompt": TEXT or TOKEN IDS} and may name sampling parameters beside ("max_tokens": 50). Lines that
+A line of IN is {"prompt": TEXT or TOKEN IDS} and may name sampling parameters beside ("max_tokens": 50). Prompts that
 cannot be served are answered with an error; the others run. `minivllm generate` does the same and more.
 """
 

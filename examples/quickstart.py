@@ -63,7 +63,8 @@ def main() -> None:
                 print(f"step {len(history):3}: {'; '.join(words)}; {len(engine.queue)} in the queue")
         seconds = time.perf_counter() - start
 
-        print(f"\n{len(history)} steps, left to right:\n{picture(history)}\n")
+        print(f"\n{len(history)} steps, left to right: which prompt had the slot, or . where it was free")
+        print(f"{picture(history)}\n")
         answers = [handle.result() for handle in handles]
         for question, answer in zip(QUESTIONS, answers, strict=True):
             print(f"Q: {question}\nA: {answer.text.strip()}\n")

@@ -2,7 +2,7 @@
 
 >>> from minivllm import BatchEngine, SamplingParams
 >>> with BatchEngine("path/or/hub-id", num_slots=64) as engine:
-...     for answer in engine.generate(["What is 2+2?"], SamplingParams(max_tokens=64)):
+...     for answer in engine.generate(["The capital of France is"], SamplingParams(max_tokens=64)):
 ...         print(answer.text)
 """
 

@@ -14,6 +14,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minivllm.config import read_json
+from minivllm.request import shown
 
 
 class _Generation(Extension):

@@ -125,7 +125,7 @@ class ModelConfig:
             On an architecture, a feature or a number that is not served; the message names field and file.
         """
         path = Path(path)
-        if path.suffix == ".gguf":
+        if path.suffix == ".gguf" and not path.is_dir():
             from minivllm.gguf import GGUFFile
 
             return GGUFFile(path).config()

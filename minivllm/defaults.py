@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 import os
 from dataclasses import dataclass
 
@@ -28,7 +27,7 @@ class Sizes:
 def _positive(name: str, value: int | None, default: int) -> int:
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an int or None, not {shown(value)}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, not {shown(value)}")
@@ -58,6 +57,7 @@ def _check_memory(sizes: Sizes, config: ModelConfig, dtype: torch.dtype) -> None
     """Refuse what no moment of this machine could hold; the system would grant it and end the process later."""
     rows = -(-sizes.max_seq_len // sizes.block_size)
     wanted = {
+        "block_size": sizes.block_size * config.kv_bytes_per_token(dtype),
         "num_blocks": sizes.num_blocks * sizes.block_size * config.kv_bytes_per_token(dtype),
         "num_slots": 4 * sizes.num_slots * (config.vocab_size + 4 * rows),
         "max_seq_len": 4 * sizes.max_seq_len * config.head_dim,

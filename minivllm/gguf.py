@@ -171,7 +171,12 @@ class GGUFFile:
         """Build the tokenizer that the metadata describes; None where there is none."""
         from minivllm.gguf_tokenizer import build_tokenizer
 
-        return build_tokenizer(self.metadata, str(self.path))
+        try:
+            return build_tokenizer(self.metadata, str(self.path))
+        except ValueError:
+            raise
+        except Exception as error:  # The library raises plain Exception.
+            raise ValueError(f"{self.path}: its tokenizer is damaged: {error}") from None
 
     def pieces(self, tensor: GGUFTensor) -> Iterator[tuple[int, Tensor]]:
         """Dequantise a tensor: pairs of a first row and float32 rows from there on.

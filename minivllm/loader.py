@@ -123,7 +123,7 @@ def load_weights(
     """
     path, device = Path(path), torch.device(device)
     dtype = resolve_dtype(config, dtype, device)
-    if path.suffix == ".gguf":
+    if path.suffix == ".gguf" and not path.is_dir():
         from minivllm.gguf import GGUFFile
 
         return GGUFFile(path).load_weights(config, device, dtype, progress)

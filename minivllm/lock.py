@@ -31,8 +31,8 @@ class FairLock:
         """Raise RuntimeError in a fork of the lock's own process."""
         if self.foreign:
             raise RuntimeError(
-                f"this engine belongs to process {self._pid}, of which this one is a fork: make an engine here, in a "
-                "process that was started by 'spawn'"
+                f"this engine belongs to process {self._pid}, of which this one is a fork: start it by 'spawn' and "
+                "make an engine there"
             )
 
     def acquire(self, blocking: bool = True) -> bool:

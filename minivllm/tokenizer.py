@@ -63,7 +63,7 @@ class Tokenizer:
             When there are files of a tokenizer, but no tokenizer.json, or it cannot be read.
         """
         path = Path(path)
-        if path.suffix == ".gguf":
+        if path.suffix == ".gguf" and not path.is_dir():
             from minivllm.gguf import GGUFFile
 
             return GGUFFile(path).tokenizer()

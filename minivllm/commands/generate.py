@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.commands.jobs import Job, ResultFile, read_jobs
 from minivllm.commands.options import make_engine, sampling
+from minivllm.request import RequestError, SamplingParams
 
 if TYPE_CHECKING:
     from minivllm.engine import BatchEngine
@@ -42,8 +43,29 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(results.done.values()) else 1
 
 
+def _print_as_it_comes(args: argparse.Namespace, job: Job) -> int:
+    """Write one answer's text to standard output while it grows."""
+    with make_engine(args, progress=args.progress) as engine:
+        try:
+            handle = engine.submit(_prompt(engine, job), _seeded(engine, job))
+        except (TypeError, ValueError) as error:
+            print(f"minivllm: prompt {job.index}: {type(error).__name__}: {error}", file=sys.stderr)
+            return 2
+        for delta in handle:
+            print(delta.text, end="", flush=True)
+        print()
+        try:
+            handle.result()
+        except RequestError as error:
+            print(f"minivllm: prompt {job.index}: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
 def _print(args: argparse.Namespace, jobs: list[Job]) -> int:
     """Write to standard output, in the prompts' order."""
+    if args.format == "text" and len(jobs) == 1 and jobs[0].params.n == 1:
+        return _print_as_it_comes(args, jobs[0])
     waiting: dict[int, tuple[Job, Generation]] = {}
     shown = failed = refused = 0
 
@@ -90,7 +112,6 @@ def answer(engine: BatchEngine, jobs: Iterable[Job], found: Found, *, progress: 
     from tqdm.auto import tqdm
 
     from minivllm.intake import failed
-    from minivllm.sampler import derive_seed
 
     listed = list(jobs)
     waiting = iter(listed)
@@ -99,11 +120,8 @@ def answer(engine: BatchEngine, jobs: Iterable[Job], found: Found, *, progress: 
     with tqdm(total=len(listed), desc="Answering", unit="prompt", disable=not progress) as bar:
         while True:
             while len(live) < 2 * engine.sizes.num_slots and (job := next(waiting, None)) is not None:
-                params = job.params
-                if params.seed is None:
-                    params = replace(params, seed=derive_seed(engine.seed, job.index))
                 try:
-                    live[engine.submit(_prompt(engine, job), params).request_id] = job
+                    live[engine.submit(_prompt(engine, job), _seeded(engine, job)).request_id] = job
                 except (TypeError, ValueError) as error:
                     found(job, failed(job.prompt, job.index, error))
                     bar.update(1)
@@ -122,6 +140,14 @@ def answer(engine: BatchEngine, jobs: Iterable[Job], found: Found, *, progress: 
                 if (job := live.pop(generation.request_id, None)) is not None:
                     found(job, generation)
                     bar.update(1)
+
+
+def _seeded(engine: BatchEngine, job: Job) -> SamplingParams:
+    """Return the job's parameters with a seed that follows from its place."""
+    from minivllm.sampler import derive_seed
+
+    params = job.params
+    return params if params.seed is not None else replace(params, seed=derive_seed(engine.seed, job.index))
 
 
 def _prompt(engine: BatchEngine, job: Job) -> str | list[int]:

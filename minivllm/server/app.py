@@ -72,6 +72,9 @@ class Service:
         if longest >= limit:
             text = f"the prompt has {longest} tokens; with the answer at most {limit} are served"
             raise BadRequestError(text, param, "context_length_exceeded")
+        if params.max_tokens is not None and longest + params.max_tokens > limit:
+            text = f"max_tokens {params.max_tokens} and a prompt of {longest} tokens are more than the {limit} served"
+            raise BadRequestError(text, "max_tokens", "context_length_exceeded")
         # From here to the end nothing is awaited: what is counted now holds when the requests are queued.
         if self.engine.num_waiting + wanted - self.engine.num_free_slots > self.max_queue:
             self.metrics.refused()
@@ -287,4 +290,6 @@ def _describe(error: RequestValidationError) -> dict[str, Any]:
     if first["type"] == "extra_forbidden":
         return error_body(f"Unknown field: {'.'.join(where)}", "invalid_request_error", param, "unknown_parameter")
     text = f"{'.'.join(where)}: {first['msg']}" if where else f"The body must be a JSON object: {first['msg']}"
+    if not where and first["type"] == "model_attributes_type":
+        text = "The body must be a JSON object, sent with Content-Type: application/json."
     return error_body(text, "invalid_request_error", param)
