@@ -42,12 +42,11 @@ help:
 	@echo 'make gpu-report  on a machine with a card: the GPU tests, written down in tests/gpu_report.json'
 	@echo 'make clean       everything that was built or installed here'
 
-# Threads that wait by spinning crawl where there are more of them than free cores.
-demo: export OMP_WAIT_POLICY ?= passive
 demo: $(STAMPS)/installed
 	$(PY) examples/demo_model.py
 	$(PY) examples/quickstart.py
 
+# Threads that wait by spinning crawl where there are more of them than free cores.
 test: export OMP_WAIT_POLICY ?= passive
 test: $(STAMPS)/dev
 	$(PY) -m pytest $(PYTEST_ARGS)

@@ -42,10 +42,9 @@ class RequestError(RuntimeError):
 def shown(value: object, most: int = 80) -> str:
     """Return what an error message shows of a value: its beginning, on one line."""
     try:
-        text = repr(value)
+        text = " ".join(repr(value).split())
     except ValueError:  # an int of more digits than Python prints
         text = "a very large int"
-    text = " ".join(text.split())
     return text if len(text) <= most else f"{text[:most]}…"
 
 
@@ -242,8 +241,7 @@ class SamplingParams:
     def from_dict(cls, data: Mapping[str, Any]) -> SamplingParams:
         """Build parameters from what `to_dict` gave, or from JSON with the same names."""
         values = dict(data)
-        bias = values.get("logit_bias")
-        if isinstance(bias, Mapping):  # JSON has no keys but texts
+        if isinstance(bias := values.get("logit_bias"), Mapping):  # JSON has no keys but texts
             try:
                 values["logit_bias"] = {int(k) if isinstance(k, str) else k: v for k, v in bias.items()}
             except ValueError:

@@ -210,17 +210,24 @@ void logprobs_row(const LogprobsParams& p, int64_t row, std::vector<int32_t>& or
   }
 }
 
+// Logits that a thread should at least have: below that, waking it costs more than it saves.
+constexpr int64_t kGrainLogits = 65536;
+
+int64_t row_grain(int64_t vocab_size) {
+  return std::max<int64_t>(kGrainLogits / std::max<int64_t>(vocab_size, 1), 1);
+}
+
 }  // namespace
 
 void sample(const SampleParams& p) {
-  parallel_for(p.num_rows, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(p.num_rows, row_grain(p.vocab_size), [&](int64_t begin, int64_t end) {
     std::vector<float> scratch;
     for (int64_t row = begin; row < end; ++row) sample_row(p, row, scratch);
   });
 }
 
 void logprobs(const LogprobsParams& p) {
-  parallel_for(p.num_rows, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(p.num_rows, row_grain(p.vocab_size), [&](int64_t begin, int64_t end) {
     std::vector<int32_t> order;
     for (int64_t row = begin; row < end; ++row) logprobs_row(p, row, order);
   });
