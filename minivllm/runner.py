@@ -102,7 +102,6 @@ class Runner:
         max_blocks = -(-max_seq_len // block_size)
         self.state = torch.zeros(num_slots, NUM_SLOT_WORDS + max_blocks, dtype=torch.int32, device=self.device)
         self.state[:, NUM_SLOT_WORDS:] = -1
-        self._flat_state = self.state.view(-1)
         shape = (config.num_layers, num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
         self.cache = Cache(
             kv=torch.empty(shape, dtype=model.dtype, device=self.device),
@@ -113,8 +112,8 @@ class Runner:
         self._sample_workspace = ops.sample_workspace(num_slots, config.vocab_size, self.device)
         self._counts: Tensor | None = None
         self._bias: tuple[Tensor, Tensor, Tensor] | None = None
-        size = 4 * (max(max_step_tokens, num_slots) + 1) + 16 * num_slots + 2 * num_slots * NUM_SLOT_WORDS + 64
-        size += 2 * (num_slots * max_blocks + 1)
+        words = 16 + 2 * NUM_SLOT_WORDS + 2 * max_blocks  # of a slot, at most: its rows and its updates
+        size = 4 * (max(max_step_tokens, num_slots) + 1) + words * num_slots + 66
         self._staging = torch.zeros(size, dtype=torch.int32, device=self.device)
         self._ring = [torch.zeros(size, dtype=torch.int32, pin_memory=self.on_gpu) for _ in range(_RING)]
         self._views = [buffer.numpy() for buffer in self._ring]
@@ -196,7 +195,7 @@ class Runner:
         staged = self._staging
         staged[: at[-1]].copy_(self._ring[self._turn][: at[-1]], non_blocking=True)
         if batch.updates:
-            ops.update_state(self._flat_state, staged[at[9] : at[10]].view(-1, 2))
+            ops.update_state(self.state, staged[at[9] : at[10]].view(-1, 2))
         token_ids, positions, slots = (staged[at[i] : at[i + 1]] for i in range(3))
         if batch.decode_only:
             lens = staged[at[3] : at[4]]
