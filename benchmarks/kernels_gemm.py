@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from kernels_attention import graph_time
 
 DEVICE = "cuda"
 ROTATE_BYTES = 200 << 20  # weights of a timed sequence together: well past L2
@@ -16,24 +15,6 @@ MAX_COPIES = 24
 LAYER = {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16384, 2048), "down": (2048, 8192)}
 LM_HEAD = (128256, 2048)
 NUM_LAYERS = 16
-
-
-def graph_time(step: Callable[[], None], repeats: int = 7) -> float:
-    """Median seconds of one step, captured in a graph and replayed."""
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    times = []
-    for _ in range(repeats + 1):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times[1:])
 
 
 def random_weight(out_size: int, in_size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -79,7 +60,7 @@ def shape_row(
         for weight in weights:
             F.linear(x, weight)
 
-    seconds, torch_seconds = graph_time(run_ours) / copies, graph_time(run_torch) / copies
+    seconds, torch_seconds = graph_time([run_ours]) / copies, graph_time([run_torch]) / copies
     return {
         "name": name,
         "num_tokens": num_tokens,
@@ -113,7 +94,7 @@ def chain_row(linear: Any, num_tokens: int, dtype: torch.dtype = torch.bfloat16)
                 F.linear(x[name], weight)
         F.linear(x["qkv"], head)
 
-    seconds, torch_seconds = graph_time(run_ours), graph_time(run_torch)
+    seconds, torch_seconds = graph_time([run_ours]), graph_time([run_torch])
     elements = NUM_LAYERS * sum(n * k for n, k in LAYER.values()) + LM_HEAD[0] * LM_HEAD[1]
     return {
         "name": "decode_step",
