@@ -36,6 +36,7 @@ PYBIND11_MODULE(_C, m) {
   define("pack_weight", &bindings::pack_weight);
   define("linear", &bindings::linear);
   define("linear_supported", &bindings::linear_supported);
+  define("linear_chunks", &bindings::linear_chunks);
   define("update_state", &bindings::update_state);
   define("sample", &bindings::sample);
   define("sample_workspace_size", &bindings::sample_workspace_size);

@@ -35,8 +35,20 @@ inline void embedding(const Tensor& out, const Tensor& weight, const Tensor& tok
   LAUNCH(embedding, weight, p);
 }
 
+// The sums that linear left for the kernel after it: [num_partials, rows, columns].
+inline const float* partial_sums(const OptionalTensor& partials, int64_t rows, int64_t columns,
+                                 const Tensor& like, int64_t& num_partials) {
+  num_partials = 0;
+  if (!partials.has_value()) return nullptr;
+  if (!like.is_cuda()) fail("partials are for CUDA tensors");
+  check_dense(*partials, "partials", at::kFloat, like);
+  num_partials = partials->size(0);
+  check_shape(*partials, "partials", "num_partials, rows, columns", {num_partials, rows, columns});
+  return static_cast<const float*>(partials->data_ptr());
+}
+
 inline void rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, double eps,
-                     const OptionalTensor& residual) {
+                     const OptionalTensor& residual, const OptionalTensor& partials) {
   CHECK_ROWS(x, x.scalar_type(), x);
   const int64_t num_rows = x.size(0), hidden_size = x.size(1);
   CHECK_DENSE(weight, x.scalar_type(), x);
@@ -47,9 +59,13 @@ inline void rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, d
     check_dense(*residual, "residual", x.scalar_type(), x);
     check_shape(*residual, "residual", "num_rows, hidden_size", {num_rows, hidden_size});
   }
+  if (partials.has_value() && !residual.has_value()) fail("partials need a residual");
+  int64_t num_partials = 0;
+  const float* sums = partial_sums(partials, num_rows, hidden_size, x, num_partials);
   const RmsNormParams p{
       out.data_ptr(), x.data_ptr(),  data_or_null(residual),  weight.data_ptr(), num_rows,
-      hidden_size,    row_stride(x), static_cast<float>(eps), dtype_of(x, "x")};
+      hidden_size,    row_stride(x), static_cast<float>(eps), dtype_of(x, "x"),  sums,
+      num_partials};
   LAUNCH(rms_norm, x, p);
 }
 
@@ -68,14 +84,18 @@ inline void rope_kv(const Tensor& q_out, const Tensor& qkv, const Tensor& cos_si
                     const Tensor& positions, const Tensor& slots, const Tensor& block_table,
                     const Tensor& kv_cache, const OptionalTensor& q_norm,
                     const OptionalTensor& k_norm, double eps) {
-  CHECK_ROWS(qkv, qkv.scalar_type(), qkv);
-  const KvCache kv = kv_cache_of(kv_cache, block_table, qkv);
-  const int64_t num_tokens = qkv.size(0), head_dim = kv.head_dim;
-  const int64_t num_q_heads = qkv.size(1) / head_dim - 2 * kv.num_kv_heads;
+  const bool in_parts = qkv.dim() == 3;  // the sums that linear left
+  if (!in_parts) CHECK_ROWS(qkv, q_out.scalar_type(), q_out);
+  const KvCache kv = kv_cache_of(kv_cache, block_table, q_out);
+  const int64_t num_tokens = qkv.size(-2), head_dim = kv.head_dim;
+  const int64_t num_q_heads = qkv.size(-1) / head_dim - 2 * kv.num_kv_heads;
   const int64_t qkv_size = (num_q_heads + 2 * kv.num_kv_heads) * head_dim;
   if (num_q_heads <= 0) fail("qkv has no room for query heads: ", qkv.sizes());
-  CHECK_SHAPE(qkv, num_tokens, qkv_size);
-  CHECK_DENSE(q_out, qkv.scalar_type(), qkv);
+  int64_t num_partials = 0;
+  const float* sums = partial_sums(in_parts ? OptionalTensor(qkv) : OptionalTensor(), num_tokens,
+                                   qkv_size, q_out, num_partials);
+  if (!in_parts) CHECK_SHAPE(qkv, num_tokens, qkv_size);
+  CHECK_DENSE(q_out, q_out.scalar_type(), q_out);
   CHECK_SHAPE(q_out, num_tokens, num_q_heads, head_dim);
   CHECK_DENSE(cos_sin, at::kFloat, qkv);
   const int64_t max_position = cos_sin.size(0);
@@ -86,12 +106,12 @@ inline void rope_kv(const Tensor& q_out, const Tensor& qkv, const Tensor& cos_si
   CHECK_SHAPE(slots, num_tokens);
   for (const OptionalTensor* norm : {&q_norm, &k_norm}) {
     if (!norm->has_value()) continue;
-    check_dense(**norm, "q_norm and k_norm", qkv.scalar_type(), qkv);
+    check_dense(**norm, "q_norm and k_norm", q_out.scalar_type(), qkv);
     check_shape(**norm, "q_norm and k_norm", "head_dim", {head_dim});
   }
   const RopeKvParams p{q_out.data_ptr(),
                        qkv.data_ptr(),
-                       row_stride(qkv),
+                       in_parts ? 0 : row_stride(qkv),
                        static_cast<const float*>(cos_sin.data_ptr()),
                        max_position,
                        ints(positions),
@@ -102,7 +122,9 @@ inline void rope_kv(const Tensor& q_out, const Tensor& qkv, const Tensor& cos_si
                        num_tokens,
                        num_q_heads,
                        kv,
-                       dtype_of(qkv, "qkv")};
+                       dtype_of(q_out, "q_out"),
+                       sums,
+                       num_partials};
   LAUNCH(rope_kv, qkv, p);
 }
 
@@ -177,9 +199,10 @@ inline void silu_mul(const Tensor& out, const Tensor& x) {
 
 // weight is [n, k] on CUDA and packed on the CPU.
 inline void linear(const Tensor& out, const Tensor& x, const Tensor& weight, int64_t n,
-                   const OptionalTensor& bias, int64_t epilogue) {
+                   const OptionalTensor& bias, int64_t epilogue, int64_t num_chunks) {
   CHECK_ROWS(x, x.scalar_type(), x);
   const int64_t num_tokens = x.size(0), k = x.size(1);
+  const bool in_parts = out.dim() == 3;  // the chains' sums stay apart
   const DType dtype = dtype_of(x, "x");
   CHECK_DENSE(weight, x.scalar_type(), x);
   if (x.is_cuda()) {
@@ -192,8 +215,15 @@ inline void linear(const Tensor& out, const Tensor& x, const Tensor& weight, int
   const Epilogue kind = static_cast<Epilogue>(epilogue);
   const int64_t out_size = kind == Epilogue::kSiluMul ? n / 2 : n;
   const DType out_dtype = dtype_of(out, "out");
-  CHECK_ROWS(out, out_dtype == DType::kFloat32 ? at::kFloat : x.scalar_type(), x);
-  CHECK_SHAPE(out, num_tokens, out_size);
+  int64_t num_partials = 0;
+  if (in_parts) {
+    if (bias.has_value()) fail("a product with a bias adds its chains itself");
+    partial_sums(out, num_tokens, n, x, num_partials);
+    if (num_partials != num_chunks) fail("out has ", num_partials, " parts of ", num_chunks);
+  } else {
+    CHECK_ROWS(out, out_dtype == DType::kFloat32 ? at::kFloat : x.scalar_type(), x);
+    CHECK_SHAPE(out, num_tokens, out_size);
+  }
   if (bias.has_value()) {
     check_dense(*bias, "bias", x.scalar_type(), x);
     check_shape(*bias, "bias", "n", {n});
@@ -206,10 +236,12 @@ inline void linear(const Tensor& out, const Tensor& x, const Tensor& weight, int
                        n,
                        k,
                        row_stride(x),
-                       row_stride(out),
+                       in_parts ? n : row_stride(out),
                        kind,
                        dtype,
-                       out_dtype};
+                       out_dtype,
+                       num_chunks,
+                       in_parts ? static_cast<float*>(out.data_ptr()) : nullptr};
   LAUNCH(linear, x, p);
 }
 
@@ -246,6 +278,17 @@ inline bool linear_supported([[maybe_unused]] const Tensor& weight,
   }
 #endif
   return false;
+}
+
+// Chains that a product is cut into on the weight's device: 1 on the CPU.
+inline int64_t linear_chunks([[maybe_unused]] const Tensor& weight,
+                             [[maybe_unused]] int64_t epilogue) {
+#ifdef MINIVLLM_WITH_CUDA
+  if (weight.is_cuda() && weight.dim() == 2) {
+    return cuda::linear_chunks(weight.size(0), weight.size(1), static_cast<Epilogue>(epilogue));
+  }
+#endif
+  return 1;
 }
 
 // Bytes of the workspace of decode_attention; 0 on the CPU, which needs none.

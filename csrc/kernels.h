@@ -43,6 +43,10 @@ struct RmsNormParams {
   int64_t num_rows, hidden_size, x_stride;
   float eps;
   DType dtype;
+  // [num_partials, num_rows, hidden_size]: x as the sums that a product left, to be added in order;
+  // needs the residual; null: x is x.
+  const float* partials = nullptr;
+  int64_t num_partials = 0;
 };
 
 // Where the keys and values of one layer live. K of (block, head, offset) starts at
@@ -76,6 +80,10 @@ struct RopeKvParams {
   int64_t num_tokens, num_q_heads;
   KvCache kv;
   DType dtype;
+  // [num_partials, num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim]: qkv as the sums that a
+  // product left, added in order and rounded to dtype; null: qkv is qkv.
+  const float* partials = nullptr;
+  int64_t num_partials = 0;
 };
 
 // Causal attention of new tokens over the keys and values in their slots' blocks (theirs included:
@@ -118,7 +126,8 @@ enum class Epilogue : int32_t {
                  // 2i + 1]
 };
 
-// out = x W^T: one chain over K for each output, the same for any number of rows.
+// out = x W^T: num_chunks chains over equal parts of K for each output, added in order, the same
+// for any number of rows.
 struct LinearParams {
   void* out;           // [num_tokens, n] ([num_tokens, n / 2] for kSiluMul), rows out_stride apart
   const void* x;       // [num_tokens, k], rows x_stride apart
@@ -128,6 +137,11 @@ struct LinearParams {
   Epilogue epilogue;
   DType dtype;      // of x, weight, bias
   DType out_dtype;  // dtype, or kFloat32 (logits)
+  // Chains that K is cut into: linear_chunks() of the shape on CUDA, 1 on the CPU.
+  int64_t num_chunks = 1;
+  // [num_chunks, num_tokens, n] out: the chains' sums, left for the next kernel to add; out, bias
+  // and epilogue are then not looked at. Null: added here.
+  float* partials = nullptr;
 };
 
 // Per-slot state on the device: one int32 row a slot. The first words are these, the block table
@@ -215,6 +229,8 @@ int64_t attention_workspace_size(int64_t max_seqs, int64_t max_seq_len, int64_t 
                                  int64_t head_dim);
 void silu_mul(const SiluMulParams& p, Stream stream);
 bool linear_supported(const LinearParams& p);  // does this card have our kernel for this shape?
+// How many chains a product of this shape is cut into, whatever the number of tokens.
+int64_t linear_chunks(int64_t n, int64_t k, Epilogue epilogue);
 void linear(const LinearParams& p, Stream stream);
 void update_state(const UpdateStateParams& p, Stream stream);
 void sample(const SampleParams& p, Stream stream);

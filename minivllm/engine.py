@@ -175,6 +175,7 @@ class BatchEngine(Calls, Views):
             self._counts["prompt_tokens"] += batch.num_prefill_tokens
             self._tickets.append(runner.launch(batch))
             self._tickets[-1].step = record
+            scheduler.launched(batch)  # while the device is at it
         self._collect(keep=1 if batch is not None and runner.overlap else 0)
         self.timeline.finish(scheduler, batch)
         ended, self._ended = self._ended, []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import operator
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from minivllm import _extension
+from minivllm.batch import Ints
 from minivllm.config import ModelConfig
 from minivllm.defaults import Sizes
 from minivllm.request import MAX_SAMPLES, Generation, SamplingParams, shown
@@ -50,22 +52,30 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     return place
 
 
-def _is_ids(value: object) -> bool:
+def _ids_of(value: object) -> list[int] | None:
+    """Return token ids as a new list of plain ints; None where the value is something else, or an empty list."""
     if isinstance(value, torch.Tensor):
-        return value.ndim == 1 and not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+        whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+        return value.tolist() if value.ndim == 1 and whole else None
     if isinstance(value, np.ndarray):
-        return value.ndim == 1 and value.dtype.kind in "iu"
-    return (
-        isinstance(value, (list, tuple))
-        and len(value) > 0
-        and all(isinstance(x, numbers.Integral) and not isinstance(x, bool) for x in value)
-    )
+        return value.tolist() if value.ndim == 1 and value.dtype.kind in "iu" else None
+    if not isinstance(value, (list, tuple)) or not value:
+        return None
+    ids = list(value)
+    if operator.countOf(map(type, ids), int) == len(ids):  # without a line of Python a token: prompts are long
+        return ids
+    if all(isinstance(x, numbers.Integral) and not isinstance(x, bool) for x in ids):
+        return [int(x) for x in ids]
+    return None
 
 
 def as_prompts(prompts: Prompts) -> list[Any]:
     """Return a list of prompts; one str or one list of ints is one prompt."""
-    if isinstance(prompts, str) or _is_ids(prompts):
+    if isinstance(prompts, str):
         return [prompts]
+    ids = _ids_of(prompts)
+    if ids is not None:
+        return [ids]
     if isinstance(prompts, (bytes, Mapping)) or not hasattr(prompts, "__iter__"):
         raise TypeError(f"prompts must be a str, a list of ints, or a list of either, not {type(prompts).__name__}")
     if getattr(prompts, "ndim", 1) == 0:
@@ -137,7 +147,7 @@ class RequestMaker:
         It has no number and, where its parameters name none, no seed until `number` gives them.
         """
         where = f"prompt {index}: "
-        ids = self._token_ids(prompt, where)
+        ids, array = self._token_ids(prompt, where)
         self._check_params(params, where)
         sizes = self.sizes
         if len(ids) >= sizes.max_seq_len:
@@ -159,6 +169,7 @@ class RequestMaker:
             index=index,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=ids,
+            prompt_ids=array,
             params=params,
             seed=-1 if params.seed is None else params.seed,
             end_ids=frozenset(ends),
@@ -169,24 +180,30 @@ class RequestMaker:
             raise ValueError(f"{where}logit_bias and the ids that min_tokens holds back are more than {MAX_BIAS}")
         return request
 
-    def _token_ids(self, prompt: Any, where: str) -> list[int]:
+    def _token_ids(self, prompt: Any, where: str) -> tuple[list[int], Ints]:
+        """Return a prompt's tokens, and the same as an array."""
         if isinstance(prompt, Exception):
             raise prompt  # a conversation that could not be rendered
+        ids: list[int] | None = []
         if isinstance(prompt, str):
-            ids = need_tokenizer(self.tokenizer, "a prompt given as text").encode(prompt)
-        elif _is_ids(prompt):
-            ids = [int(x) for x in prompt]
-        elif isinstance(prompt, (list, tuple)) and not prompt:
-            ids = []
-        else:
+            known = need_tokenizer(self.tokenizer, "a prompt given as text")
+            ids = known.encode(prompt) if prompt else []
+        elif not isinstance(prompt, (list, tuple)) or prompt:
+            ids = _ids_of(prompt)
+        if ids is None:
             raise TypeError(f"{where}must be a str or a list of ints, not {prompt!r:.80}")
-        if not ids or (isinstance(prompt, str) and not prompt):
+        if not ids:
             raise ValueError(f"{where}is empty")
         size = self.config.vocab_size
-        for i, token in enumerate(ids):
-            if not 0 <= token < size:
-                raise ValueError(f"{where}token id {shown(token)} at place {i} is outside the vocabulary of {size}")
-        return ids
+        try:
+            array = np.array(ids, np.int64)
+            fits = array.view(np.uint64).max() < size  # a negative one is a large one there
+        except OverflowError:
+            fits = False
+        if not fits:
+            i, token = next((i, token) for i, token in enumerate(ids) if not 0 <= token < size)
+            raise ValueError(f"{where}token id {shown(token)} at place {i} is outside the vocabulary of {size}")
+        return ids, array.astype(np.int32)
 
     def _check_params(self, params: SamplingParams, where: str) -> None:
         if not isinstance(params, SamplingParams):
@@ -231,6 +248,7 @@ def fork(request: Request, k: int) -> list[Request]:
             index=request.index,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
+            prompt_ids=request.prompt_ids,
             params=request.params,
             seed=request.seed,
             end_ids=request.end_ids,

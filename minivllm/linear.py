@@ -16,6 +16,10 @@ else:
     _C = _extension.load()
 
 
+# Beyond so many rows the sums of K's chunks are more to move than is gained by adding them later.
+_MOST_ROWS_IN_PARTS = 256
+
+
 def interleave_halves(halves: Tensor) -> Tensor:
     """Return the rows of ``[a; b]`` as a, b, a, b, ..."""
     return torch.stack(halves.chunk(2), dim=1).reshape(halves.shape).contiguous()
@@ -52,6 +56,7 @@ class Linear:
         bias = None if bias is None else bias.detach().contiguous()
         epilogue = _C.EPILOGUE_SILU_MUL if gate_up else _C.EPILOGUE_NONE
         self.compiled = not weight.is_cuda or _C.linear_supported(weight, epilogue)
+        self.num_chunks = _C.linear_chunks(weight, epilogue) if self.compiled and bias is None else 1
         if gate_up and self.compiled:
             weight = interleave_halves(weight)
             bias = None if bias is None else interleave_halves(bias)
@@ -108,8 +113,36 @@ class Linear:
             out = torch.empty((x.shape[0], self.out_size // 2), dtype=out_dtype or x.dtype, device=x.device)
         elif out is None:
             out = torch.empty((x.shape[0], self.out_size), dtype=out_dtype or x.dtype, device=x.device)
-        _C.linear(out, x, self.weight, self.out_size, self.bias, epilogue)
+        _C.linear(out, x, self.weight, self.out_size, self.bias, epilogue, self.num_chunks)
         return out
+
+    def begin(self, x: Tensor) -> Tensor:
+        """Multiply rows, and leave the last additions to the kernel after it where that is faster.
+
+        Returns
+        -------
+        Tensor
+            ``[num_tokens, out_size]``, or the sums of K's chunks ``float32[num_chunks, num_tokens, out_size]``,
+            which come to the same bits when they are added in order and rounded.
+        """
+        if not self._leaves_sums(x):
+            return self(x)
+        sums = torch.empty((self.num_chunks, x.shape[0], self.out_size), dtype=torch.float32, device=x.device)
+        _C.linear(sums, x, self.weight, self.out_size, None, _C.EPILOGUE_NONE, self.num_chunks)
+        return sums
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor | None:
+        """Add the product to ``residual``, in place, or return the sums that are still to be added to it.
+
+        ``rms_norm`` takes what is returned as its ``partials``.
+        """
+        if self._leaves_sums(x):
+            return self.begin(x)
+        self(x, residual=residual)
+        return None
+
+    def _leaves_sums(self, x: Tensor) -> bool:
+        return self.num_chunks > 1 and x.shape[0] <= _MOST_ROWS_IN_PARTS
 
     def _with_torch(self, x: Tensor, residual: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
         y = F.linear(x, self.weight, self.bias)

@@ -118,10 +118,11 @@ class Model:
         config = self.config
         residual = ops.embedding(self.embed, inputs.token_ids, inputs.slots, cache.last_tokens)
         last = len(self.layers) - 1
+        pending = None  # of the product before, still to be added to the residual
         for i, layer in enumerate(self.layers):
-            x = ops.rms_norm(residual, layer.input_norm, config.rms_norm_eps)
+            x = ops.rms_norm(residual, layer.input_norm, config.rms_norm_eps, partials=pending)
             q = ops.rope_kv(
-                layer.qkv(x),
+                layer.qkv.begin(x),
                 self.cos_sin,
                 inputs.positions,
                 inputs.slots,
@@ -138,10 +139,10 @@ class Model:
                 x = self._decode(q, inputs.sample_slots, inputs.sample_lens, inputs, cache, i)
             else:
                 x = self._attention(q, inputs, cache, i)
-            layer.o(x.flatten(1), residual=residual)
-            x = ops.rms_norm(residual, layer.post_norm, config.rms_norm_eps)
-            layer.down(layer.gate_up(x), residual=residual)
-        return ops.rms_norm(residual, self.norm, config.rms_norm_eps)
+            pending = layer.o.add_to(residual, x.flatten(1))
+            x = ops.rms_norm(residual, layer.post_norm, config.rms_norm_eps, partials=pending)
+            pending = layer.down.add_to(residual, layer.gate_up(x))
+        return ops.rms_norm(residual, self.norm, config.rms_norm_eps, partials=pending)
 
     def _attention(self, q: Tensor, inputs: Inputs, cache: Cache, i: int) -> Tensor:
         d = inputs.num_decode

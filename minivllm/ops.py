@@ -69,7 +69,9 @@ def embedding(
     return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, partials: Tensor | None = None
+) -> Tensor:
     """Normalise rows by their root mean square (https://arxiv.org/abs/1910.07467).
 
     Parameters
@@ -82,6 +84,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         Added to the mean square.
     residual
         ``[num_rows, hidden_size]``: written to, ``x`` is added to it, and its rows are normalised.
+    partials
+        ``float32[num_partials, num_rows, hidden_size]``, what `Linear.add_to` left: added to ``x``, which is then
+        the residual and written to.
 
     Returns
     -------
@@ -89,7 +94,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         ``[num_rows, hidden_size]``
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _C.rms_norm(out, x, weight, eps, residual)
+    _C.rms_norm(out, x, weight, eps, residual if partials is None else x, partials)
     return out
 
 
@@ -135,8 +140,8 @@ def rope_kv(
     Tensor
         The rotated queries, ``[num_tokens, num_q_heads, head_dim]``.
     """
-    shape = (qkv.shape[0], num_q_heads, kv_cache.shape[4])
-    q = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
+    shape = (qkv.shape[-2], num_q_heads, kv_cache.shape[4])
+    q = torch.empty(shape, dtype=kv_cache.dtype, device=qkv.device)
     _C.rope_kv(q, qkv, cos_sin, positions, slots, block_table, kv_cache, q_norm, k_norm, eps)
     return q
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from minivllm import ops
@@ -16,6 +17,7 @@ MAX_BIAS = MAX_LOGIT_BIAS + 64  # entries a slot: logit_bias, and the end ids th
 _MASK = (1 << 64) - 1
 
 
+@lru_cache(256)
 def _float_bits(value: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 

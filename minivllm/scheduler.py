@@ -47,6 +47,7 @@ class Scheduler(Stores):
     def admit(self) -> list[Sequence]:
         """Give free slots to the front of the queue, as far as the free-block list can hold it."""
         admitted: list[Sequence] = []
+        promised = self._promised_blocks() if self.queue and self.free_slots else 0
         while self.queue and self.free_slots:
             sequence = self.queue[0]
             shared = self._shared_prefix(sequence)
@@ -55,8 +56,9 @@ class Scheduler(Stores):
             blocks, nodes = shared
             total = ceil_div(len(sequence.tokens), self.pool.block_size)
             idle_hits = sum(1 for b in blocks if self.pool.refs[b] == 0)
-            if total - len(blocks) > self.pool.num_available - idle_hits - self._promised_blocks():
+            if total - len(blocks) > self.pool.num_available - idle_hits - promised:
                 break
+            promised += total - len(blocks)
             self.queue.popleft()
             self.take_slot(sequence, blocks, nodes)
             admitted.append(sequence)
@@ -178,12 +180,11 @@ class Scheduler(Stores):
         )
 
     def _add_chunks(self, batch: Batch, chunks: list[tuple[Sequence, int]]) -> None:
-        tokens: list[int] = []
-        positions, slots, seq_slots, seq_lens, starts, sample_rows = [], [], [], [], [0], []
+        tokens, positions, slots, seq_slots, seq_lens, starts, sample_rows = [], [], [], [], [], [0], []
         drawn: list[Sequence] = []
         for sequence, count in chunks:
             first, end = sequence.scheduled, sequence.scheduled + count
-            tokens += sequence.tokens[first:end]
+            tokens.append(sequence.ids(first, end))
             positions.append(np.arange(first, end, dtype=np.int32))
             slots.append(np.full(count, sequence.slot, np.int32))
             seq_slots.append(sequence.slot)
@@ -192,7 +193,6 @@ class Scheduler(Stores):
             if sequence.params.prompt_logprobs is not None and first < sequence.prompt_len:
                 batch.prompt_logprobs.append((sequence, batch.num_decode + starts[-2], first, count))
             sequence.scheduled = end
-            self.register(sequence, end)
             if end == len(sequence.tokens):
                 sample_rows.append(batch.num_decode + starts[-1] - 1)
                 drawn.append(sequence)
@@ -200,7 +200,7 @@ class Scheduler(Stores):
                 self.decoding[sequence.slot] = True
                 self.rows_changed = True
                 self.length[sequence.slot] = end + 1
-        batch.token_ids = np.concatenate([batch.token_ids, np.array(tokens, np.int32)])
+        batch.token_ids = np.concatenate([batch.token_ids, *tokens])
         batch.positions = np.concatenate([batch.positions, *positions])
         batch.slots = np.concatenate([batch.slots, *slots])
         batch.seq_slots = np.array(seq_slots, np.int32)
@@ -212,6 +212,11 @@ class Scheduler(Stores):
         batch.sample_lens = np.concatenate([batch.sample_lens, np.array([len(s.tokens) for s in drawn], np.int32)])
         batch.runs = [sequence for sequence, _ in chunks]
         batch.sequences = batch.sequences + drawn
+
+    def launched(self, batch: Batch) -> None:
+        """Make the blocks that a launched step fills findable: every later step runs after it."""
+        for sequence in batch.runs:
+            self.register(sequence, sequence.scheduled)
 
     # ---------------------------------------------------------------- collect
 

@@ -6,6 +6,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from minivllm.batch import Ints
 from minivllm.block_pool import ROOT
 from minivllm.detokenizer import Detokenizer, StopChecker
 from minivllm.request import (
@@ -106,6 +109,12 @@ class Sequence:
     def output(self) -> list[int]:
         """Tokens drawn so far."""
         return self.tokens[self.prompt_len :]
+
+    def ids(self, first: int, end: int) -> Ints:
+        """Return tokens ``first`` to ``end`` as the device takes them."""
+        if end <= self.prompt_len:
+            return self.request.prompt_ids[first:end]
+        return np.array(self.tokens[first:end], np.int32)
 
     @property
     def num_output(self) -> int:
@@ -211,6 +220,7 @@ class Request:
     index: int
     prompt: str | None
     prompt_token_ids: list[int]
+    prompt_ids: Ints  # the same, as the device takes them
     params: SamplingParams
     seed: int
     end_ids: frozenset[int]

@@ -5,10 +5,12 @@ Nothing here touches the device: what its copy of a slot's row must learn is not
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from itertools import chain
 
 import numpy as np
 
@@ -76,7 +78,8 @@ class Stores:
         sequence.nodes = list(nodes)
         sequence.scheduled = sequence.cached_tokens = len(blocks) * self.pool.block_size
         self.num_blocks[slot] = 0
-        self.append_blocks(slot, blocks)
+        if blocks:
+            self.append_blocks(slot, blocks)
         request = sequence.request
         self.limit[slot] = request.limit
         self.ends[slot] = -1
@@ -87,7 +90,7 @@ class Stores:
         self.host_logits += request.params.logits_fn is not None
         base = slot * self.state_stride
         words = slot_words(request, sequence.sample)
-        self.updates += [x for i, word in enumerate(words) for x in (base + i, word)]
+        self.updates += chain.from_iterable(zip(range(base, base + len(words)), words, strict=True))
         bias = request.bias()
         if request.params.uses_counts or bias:
             self.setups.append(
@@ -95,8 +98,7 @@ class Stores:
             )
         if sequence.saved_kv is not None:
             self.restoring.append(sequence)
-        self.prefilling.append(sequence)
-        self.prefilling.sort(key=lambda s: s.order)
+        bisect.insort(self.prefilling, sequence, key=lambda s: s.order)
         if sequence.admitted_at == 0:
             sequence.admitted_at = time.perf_counter()
 
@@ -104,20 +106,22 @@ class Stores:
         """Add blocks to the end of a slot's row."""
         at = int(self.num_blocks[slot])
         base = slot * self.state_stride + NUM_SLOT_WORDS + at
-        for i, block in enumerate(blocks):
-            self.table[slot, at + i] = block
-            self.updates += (base + i, block)
-        self.num_blocks[slot] = at + len(blocks)
+        end = at + len(blocks)
+        self.table[slot, at:end] = blocks
+        self.updates += chain.from_iterable(zip(range(base, base + len(blocks)), blocks, strict=True))
+        self.num_blocks[slot] = end
         sequence = self.slots[slot]
-        if sequence is not None and at + len(blocks) > sequence.max_blocks:
-            sequence.max_blocks = at + len(blocks)
+        if sequence is not None and end > sequence.max_blocks:
+            sequence.max_blocks = end
 
     def grow(self, sequence: Sequence, blocks: int, preempt: bool = True) -> bool:
         """Bring the row to ``blocks`` blocks; when the pool is dry the youngest gives way, itself at last."""
-        while self.num_blocks[sequence.slot] < blocks:
-            block = self.pool.allocate()
-            if block is not None:
-                self.append_blocks(sequence.slot, [block])
+        while (missing := blocks - int(self.num_blocks[sequence.slot])) > 0:
+            taken: list[int] = []
+            while len(taken) < missing and (block := self.pool.allocate()) is not None:
+                taken.append(block)
+            if taken:
+                self.append_blocks(sequence.slot, taken)
             elif not preempt:
                 raise IntegrityError("admission promised blocks that the pool does not have")
             else:
@@ -129,9 +133,8 @@ class Stores:
 
     def register(self, sequence: Sequence, written: int) -> None:
         """Make the row's full blocks below ``written`` tokens findable."""
-        size = self.pool.block_size
-        for i in range(len(sequence.nodes), written // size):
-            block = int(self.table[sequence.slot, i])
+        size, first, end = self.pool.block_size, len(sequence.nodes), written // self.pool.block_size
+        for i, block in enumerate(self.table[sequence.slot, first:end].tolist(), first):
             own = sequence.tokens[i * size : (i + 1) * size]
             sequence.nodes.append(self.pool.register(block, sequence.last_node, own))
 

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import http.client
 import json
+import re
 import socket
 import threading
 import time
@@ -395,23 +396,40 @@ def test_metrics_count(model):
     assert f"vllm:time_to_first_token_seconds_count{labels} 2.0" in text
 
 
-def test_an_error_half_way_is_told(model, monkeypatch):
+def test_an_error_half_way_is_told_and_its_details_are_logged(model, monkeypatch, caplog):
+    secret = "no room at /home/someone/cache"
+    ids = []
     with server(model) as served, served.client() as client:
         launch, steps = served.engine._runner.launch, iter(range(1000))
 
         def failing(batch):
             if next(steps) == 3:
-                raise RuntimeError("lost")
+                raise RuntimeError(secret)
             return launch(batch)
 
         with monkeypatch.context() as patch:
             patch.setattr(served.engine._runner, "launch", failing)
-            with pytest.raises(openai.InternalServerError, match="lost"):
+            with pytest.raises(openai.InternalServerError, match="see the server's log") as whole:
                 client.completions.create(model="tiny", prompt="hello", extra_body=ENDLESS)
             steps = iter(range(1000))
-            with pytest.raises(openai.APIError, match="lost"):
-                list(client.completions.create(model="tiny", prompt="hello", stream=True, extra_body=ENDLESS))
+            with pytest.raises(openai.APIError, match="see the server's log") as streamed:
+                for chunk in client.completions.create(model="tiny", prompt="hello", stream=True, extra_body=ENDLESS):
+                    ids.append(chunk.id)
+        for error in (whole.value, streamed.value):
+            assert error.code == "internal_error" and secret not in str(error)
+            ids.append(re.search(r"cmpl-\w+", str(error))[0])
+            assert f"{ids[-1]} failed: RuntimeError: {secret}" in caplog.text
+        assert len(set(ids)) == 2, "the stream's error names the stream"
         assert client.completions.create(model="tiny", prompt="hello", max_tokens=2).choices
+
+
+def test_a_fault_of_the_server_is_logged_and_not_told(model, monkeypatch, caplog):
+    with server(model) as served:
+        monkeypatch.setattr(served.engine.tokenizer, "encode", lambda text: 1 / 0)
+        answer = served.post("/v1/completions", {"prompt": "hello", "max_tokens": 2})
+    error = answer.json()["error"]
+    assert answer.status_code == 500 and error["code"] == "internal_error" and "division" not in error["message"]
+    assert f"{re.search(r'req-[0-9a-f]+', error['message'])[0]} failed: ZeroDivisionError: division by zero" in caplog.text
 
 
 # ---------------------------------------------------------------- coming and going

@@ -23,13 +23,22 @@ int stage_blocks(int columns, int64_t k, bool eight) {
   return 1;
 }
 
+// The product as one chunk of K sees it, where the chunks are tiles of their own.
+LinearParams one_chunk(const LinearParams& p) {
+  LinearParams chunk = p;
+  chunk.k = p.k / p.num_chunks;
+  return chunk;
+}
+
 // Up to 64 tokens: the weights' way from memory decides, and how evenly they spread over the SMs.
 GemmConfig config_for_few_tokens(const LinearParams& p, int num_sms) {
   GemmConfig config = {};
   config.warpgroups = 1;
-  for (const int columns : {16, 24, 32, 48, 64}) {
+  if (p.partials != nullptr) num_sms = std::max(1, num_sms / static_cast<int>(p.num_chunks));
+  for (const int columns : {16, 24, 32, 48, 64, 96}) {
     config.columns = columns;
     if (ceil_div(p.n, columns) <= num_sms) break;
+    if (columns == 64 && p.partials == nullptr) break;
   }
   const auto columns_an_sm = [&](int columns) {
     return ceil_div(ceil_div(p.n, columns), num_sms) * columns;
@@ -63,7 +72,7 @@ double predicted_clocks(const LinearParams& p, const GemmConfig& config, int num
       (share_weights ? 2 : 1);
   const int64_t column_tiles =
       ceil_div(ceil_div(p.n, config.columns), share_tokens ? 2 : 1) * (share_tokens ? 2 : 1);
-  const int64_t tiles = token_tiles * column_tiles;
+  const int64_t tiles = token_tiles * column_tiles * (p.partials != nullptr ? p.num_chunks : 1);
   const double token_rows =
       tokens * (share_tokens ? 0.5 : 1.0) * (token_tiles == 1 ? kMerged : 1.0);
   const double rows = token_rows + columns * (share_weights ? 0.5 : 1.0);
@@ -76,7 +85,9 @@ double predicted_clocks(const LinearParams& p, const GemmConfig& config, int num
   const bool staged = config.warpgroups == 1 || config.columns >= 128;
   const double steps = static_cast<double>(p.k) / 16 * (staged ? 1.0 : kUnstaged);
   const double tile = steps * std::max({fill, l2, math}) + kTileClocks + kColumnClocks * columns;
-  const double memory = static_cast<double>(p.n) * static_cast<double>(p.k) * 2 / kMemoryBytes;
+  const double chunks = p.partials != nullptr ? static_cast<double>(p.num_chunks) : 1.0;
+  const double memory =
+      static_cast<double>(p.n) * static_cast<double>(p.k) * chunks * 2 / kMemoryBytes;
   return std::max(static_cast<double>(ceil_div(tiles, num_sms)) * tile, memory + kTileClocks);
 }
 
@@ -97,7 +108,19 @@ GemmConfig config_for_many_tokens(const LinearParams& p, int num_sms) {
     best_clocks = clocks;
     best = config;
   };
+  if (p.num_chunks > 1 && p.partials == nullptr) {  // the instances that add up chunks
+    for (const int columns : {192, 128}) {
+      consider(2, columns, Sharing::kNone);
+      if (p.num_tokens > 2 * kTileTokens) consider(2, columns, Sharing::kWeights);
+      consider(2, columns, Sharing::kTokens);
+    }
+    consider(1, 64, Sharing::kNone);
+    best.stage_blocks = 1;
+    best.sums = true;
+    return best;
+  }
   for (const int columns : {256, 192, 128, 96, 64, 32}) {
+    if (columns >= 128 && p.partials != nullptr) continue;  // staged tiles leave no parts
     // Staged tiles of SiLU leave in chunks of 64 outputs.
     if (columns == 192 && p.epilogue == Epilogue::kSiluMul) continue;
     if (columns >= 128) consider(2, columns, Sharing::kNone);
@@ -107,7 +130,7 @@ GemmConfig config_for_many_tokens(const LinearParams& p, int num_sms) {
   for (const int columns : {128, 96, 64, 48, 32, 24, 16}) {
     // Pairs of narrow tiles are compiled for their usual stages only.
     const bool paired = columns >= 96 || (columns >= 32 && stage_blocks(columns, p.k, false) > 1);
-    if (columns != 96) consider(1, columns, Sharing::kNone);
+    consider(1, columns, Sharing::kNone);
     if (paired) consider(1, columns, Sharing::kTokens);
     if (paired) consider(1, columns, Sharing::kWeights);
   }
@@ -117,8 +140,18 @@ GemmConfig config_for_many_tokens(const LinearParams& p, int num_sms) {
 }  // namespace
 
 GemmConfig choose_gemm_config(const LinearParams& p, int num_sms) {
-  return p.num_tokens <= kFewTokens ? config_for_few_tokens(p, num_sms)
-                                    : config_for_many_tokens(p, num_sms);
+  if (p.num_chunks > 1 && p.partials == nullptr) return config_for_many_tokens(p, num_sms);
+  const LinearParams tile = one_chunk(p);
+  return p.num_tokens <= kFewTokens ? config_for_few_tokens(tile, num_sms)
+                                    : config_for_many_tokens(tile, num_sms);
+}
+
+// Narrow weights have too few tiles to pull at the memory's whole width, and chains that are long
+// beside the time that takes: four CTAs share a tile's K. A pair of SiLU needs its whole sums.
+int64_t linear_chunks(int64_t n, int64_t k, Epilogue epilogue) {
+  constexpr int64_t kChunks = 4, kNarrow = 8192, kLongest = 8;  // k-blocks in a stage, at most
+  const bool fits = k % (kChunks * kLongest * kBlock) == 0;
+  return epilogue != Epilogue::kSiluMul && n <= kNarrow && fits ? kChunks : 1;
 }
 
 bool linear_supported(const LinearParams& p) {
@@ -135,6 +168,8 @@ bool linear_supported(const LinearParams& p) {
 
 void linear(const LinearParams& p, Stream stream) {
   if (p.num_tokens == 0) return;
+  if (p.num_chunks != 1 && p.num_chunks != linear_chunks(p.n, p.k, p.epilogue))
+    throw std::invalid_argument("linear: a shape has one number of chunks");
   if (!linear_supported(p)) throw std::invalid_argument("linear: no kernel for this shape");
   const GemmConfig config = choose_gemm_config(p, num_sms());
   if (p.dtype == DType::kBFloat16) return launch_gemm_bf16(p, config, stream);

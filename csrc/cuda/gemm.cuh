@@ -1,5 +1,5 @@
 // Which instance of the matrix product runs, and with what ring. Nothing here changes a result:
-// every instance walks one chain of k16 steps over the whole of K for each output.
+// every instance walks the same chains of k16 steps over the same chunks of K for each output.
 #pragma once
 
 #include "../kernels.h"
@@ -15,6 +15,8 @@ struct GemmConfig {
   int stage_blocks;  // k-blocks of 64 in a stage of the ring; divides k / 64
   int ring_bytes;    // at most this much shared memory for the ring; at least two stages are taken
   Sharing sharing;
+  bool sums;  // one CTA walks all chunks of K and adds up; false where K is one chunk or left in
+              // parts
 };
 
 GemmConfig choose_gemm_config(const LinearParams& p, int num_sms);

@@ -1,11 +1,13 @@
 // out = x W^T for Hopper: the tokens are wgmma's 64-row operand and the weight's rows its columns.
 //
-// A CTA owns tiles of [64 * kWarpgroups tokens, kN columns] and walks the whole of K for each: one
-// chain of k16 steps into one float accumulator, so the bits of an output depend neither on the
-// tile nor on how many tokens there are. One warp copies stages (k-blocks of 64 elements: token
-// rows and weight rows) into a ring; one or two warpgroups multiply. For at most 32 tokens only as
-// many rows as needed are copied: the rows of the operand behind them are whatever follows in
-// shared memory, and what comes of those rows is never stored.
+// A CTA owns tiles of [64 * kWarpgroups tokens, kN columns]. K is cut into chunks by the shape of
+// the weight alone; each is one chain of k16 steps into one float accumulator, and the chunks' sums
+// are added in order, so the bits of an output depend neither on the tile nor on how many tokens
+// there are. For few tokens a chunk is a tile of its own, more CTAs pull weights, and the next
+// kernel adds the sums; for many one CTA walks all chunks of a tile (kSums). One warp copies stages
+// (k-blocks of 64 elements: token rows and weight rows) into a ring; one or two warpgroups
+// multiply. For at most 32 tokens only as many rows as needed are copied: the rows of the operand
+// behind them are whatever follows in shared memory, and what comes of those rows is never stored.
 //
 // Two CTAs of a cluster may work on neighbouring tiles in step: each copies half of the operand
 // that they have in common, to both. That takes load from L2, which bounds products of 65 tokens
@@ -44,7 +46,9 @@ struct Problem {
   CUtensorMap out;        // of staged tiles
   Output output;
   int stages;        // of the ring
-  int tile_stages;   // stages that a tile takes: k / (kBlock * kBlocks)
+  int tile_stages;   // stages that a tile takes
+  int chunk_stages;  // stages of a chunk of K; kSums adds up after each
+  int chunks;        // chunks that are tiles of their own, side by side; else 1
   int stage_tokens;  // token rows in a stage, a multiple of 8
   // Tiles, or pairs of tiles where two CTAs share tokens (a pair of columns) or weights (of
   // tokens).
@@ -57,6 +61,7 @@ struct Problem {
 
 struct Tile {
   int token, column;  // first of each
+  int chunk;          // of K, where chunks are tiles
 };
 
 // The walk over the tiles of a CTA, in an order that keeps the weights and tokens of neighbouring
@@ -68,7 +73,9 @@ struct Cursor {
   Tile tile;
 
   __device__ explicit Cursor(const Problem& p) { find_tile(p); }
-  __device__ bool done(const Problem& p) const { return unit >= p.token_units * p.column_units; }
+  __device__ bool done(const Problem& p) const {
+    return unit >= p.token_units * p.column_units * p.chunks;
+  }
   __device__ void next_tile(const Problem& p) {
     stage = 0;
     unit += gridDim.x / kCluster;
@@ -80,10 +87,15 @@ struct Cursor {
 
  private:
   __device__ void find_tile(const Problem& p) {
-    int token = 0, column = unit;
+    int chunk = 0, flat = unit;
+    if (p.chunks > 1) {
+      chunk = unit % p.chunks;
+      flat = unit / p.chunks;
+    }
+    int token = 0, column = flat;
     if (p.token_units > 1) {
       const int group_units = p.group * p.column_units;
-      const int group = unit / group_units, rest = unit % group_units;
+      const int group = flat / group_units, rest = flat % group_units;
       const int height = min(p.group, p.token_units - group * p.group);
       token = group * p.group + rest % height;
       column = rest / height;
@@ -96,7 +108,7 @@ struct Cursor {
         token = token * kCluster + rank;
       }
     }
-    tile = {token * kTokens, column * kN};
+    tile = {token * kTokens, column * kN, chunk};
   }
 };
 
@@ -136,17 +148,20 @@ __device__ __forceinline__ void produce(const Problem& p, uint32_t x_ring, uint3
   const uint64_t weight_policy =
       p.stream_weight ? sm90::evict_first_policy() : sm90::evict_normal_policy();
   Cursor<kTokens, kN, kCluster> weight_at(p), x_at(p);
+  const auto block_of = [&](const auto& at) {
+    return (at.tile.chunk * p.tile_stages + at.stage) * kBlocks;
+  };
   const auto load_weight = [&](int slot) {
     sm90::mbarrier_expect(full + 8 * slot, x_bytes + weight_bytes);
     load_stage<kBlocks, kCluster>(weight_ring + slot * weight_bytes, &p.weight, full + 8 * slot,
-                                  weight_at.tile.column, weight_at.stage * kBlocks, kN,
+                                  weight_at.tile.column, block_of(weight_at), kN,
                                   p.sharing == Sharing::kWeights, weight_policy);
     weight_at.next_stage(p);
   };
   const auto load_x = [&](int slot) {
     load_stage<kBlocks, kCluster>(x_ring + slot * x_bytes, &p.x, full + 8 * slot, x_at.tile.token,
-                                  x_at.stage * kBlocks, p.stage_tokens,
-                                  p.sharing == Sharing::kTokens, x_policy);
+                                  block_of(x_at), p.stage_tokens, p.sharing == Sharing::kTokens,
+                                  x_policy);
     x_at.next_stage(p);
   };
   for (int slot = 0; slot < p.stages && !weight_at.done(p); ++slot) load_weight(slot);
@@ -163,7 +178,7 @@ __device__ __forceinline__ void produce(const Problem& p, uint32_t x_ring, uint3
   }
 }
 
-template <typename T, int kTokens, int kN, int kBlocks, int kCluster>
+template <typename T, int kTokens, int kN, int kBlocks, int kCluster, bool kSums>
 __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint32_t weight_ring,
                                         uint32_t staging, uint32_t full, uint32_t empty) {
   // Shuffled so that the compiler knows it to be the same in a warp: descriptors need that.
@@ -185,6 +200,7 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
   [[maybe_unused]] const uint32_t remote_empty =
       kCluster > 1 ? sm90::map_to_rank(empty, lane % kCluster) : empty;
   float acc[kN / 2];
+  [[maybe_unused]] float total[kSums ? kN / 2 : 1];
   int slot = 0, held = 0;
   uint32_t parity = 0, x_slot = x_first, weight_slot = weight_first;
   const auto release = [&](int from) {  // to the producers of all CTAs that copy into the slot
@@ -196,46 +212,67 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
   };
   for (Cursor<kTokens, kN, kCluster> tiles(p); !tiles.done(p); tiles.next_tile(p)) {
     const Place at = {tiles.tile.token + warpgroup * kTileTokens, tiles.tile.column, warp, lane};
-    if (residual) {  // travels while the tile is multiplied
+    const auto load_residual = [&] {
+      if (!residual) return;
       if constexpr (kIsStaged) {
         load_chunk<T>(ahead.old[0], p.output, at, 0);
         load_chunk<T>(ahead.old[1], p.output, at, 1);
       } else {
         load_pairs<T, kN>(old, p.output, at);
       }
-    }
+    };
+    if constexpr (!kSums) load_residual();  // travels while the tile is multiplied
+    const int chunk_stages = kSums ? p.chunk_stages : p.tile_stages;
+    for (int first = 0; first < p.tile_stages; first += chunk_stages) {
 #pragma unroll
-    for (int i = 0; i < kN / 2; ++i) acc[i] = 0.0f;
-    for (int stage = 0; stage < p.tile_stages; ++stage) {
-      sm90::mbarrier_wait(full + 8 * slot, parity);
-      sm90::pin_registers(acc);
-      sm90::wgmma_fence();
+      for (int i = 0; i < kN / 2; ++i) acc[i] = 0.0f;
+      for (int stage = 0; stage < chunk_stages; ++stage) {
+        sm90::mbarrier_wait(full + 8 * slot, parity);
+        sm90::pin_registers(acc);
+        sm90::wgmma_fence();
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
+        for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          sm90::wgmma<T>(acc, sm90::descriptor(x_slot + 2 * step),
-                         sm90::descriptor(weight_slot + 2 * step), 1);
+          for (int step = 0; step < kSteps; ++step) {
+            sm90::wgmma<T>(acc, sm90::descriptor(x_slot + 2 * step),
+                           sm90::descriptor(weight_slot + 2 * step), 1);
+          }
+          x_slot += x_block;
+          weight_slot += kWeightBlock;
         }
-        x_slot += x_block;
-        weight_slot += kWeightBlock;
+        sm90::wgmma_commit();
+        if (stage > 0) {
+          sm90::wgmma_wait<1>();
+          release(held);
+        }
+        held = slot;
+        if (++slot == p.stages) slot = 0, parity ^= 1, x_slot = x_first, weight_slot = weight_first;
       }
-      sm90::wgmma_commit();
-      if (stage > 0) {
-        sm90::wgmma_wait<1>();
-        release(held);
+      sm90::wgmma_wait<0>();
+      sm90::pin_registers(acc);
+      release(held);
+      if constexpr (kSums) {
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) total[i] = first == 0 ? acc[i] : total[i] + acc[i];
+      } else {
+        break;
       }
-      held = slot;
-      if (++slot == p.stages) slot = 0, parity ^= 1, x_slot = x_first, weight_slot = weight_first;
     }
-    sm90::wgmma_wait<0>();
-    sm90::pin_registers(acc);
-    release(held);
+    if constexpr (kSums) {  // there were no registers for the residual before
+#pragma unroll
+      for (int i = 0; i < kN / 2; ++i) acc[i] = total[i];
+      load_residual();
+    }
     if (p.output.bias != nullptr) add_bias<T, kN>(acc, p.output, at);
     if constexpr (kIsStaged) {
       store_staged<T, kN>(acc, ahead, exit, p.output, at);
     } else {
-      store_pairs<T, kN>(acc, old, p.output, at);
+      Output output = p.output;
+      if (p.chunks > 1) {  // each chunk's sums are a matrix of their own
+        const int64_t size = output.stride * output.num_tokens;
+        output.out = static_cast<float*>(output.out) + tiles.tile.chunk * size;
+      }
+      store_pairs<T, kN>(acc, old, output, at);
     }
   }
   if constexpr (kIsStaged) {  // shared memory must outlive the copies' reads
@@ -243,7 +280,7 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
   }
 }
 
-template <typename T, int kWarpgroups, int kN, int kBlocks, int kCluster>
+template <typename T, int kWarpgroups, int kN, int kBlocks, int kCluster, bool kSums>
 __device__ __forceinline__ void gemm_cta(const Problem& p) {
 #if defined(MINIVLLM_SM90A)
   extern __shared__ __align__(sm90::kSwizzleAtom) uint8_t shared[];
@@ -276,7 +313,7 @@ __device__ __forceinline__ void gemm_cta(const Problem& p) {
     __syncwarp();
   } else {
     if constexpr (kStaged<kTokens, kN>) sm90::grow_registers<kMultiplyRegisters>();
-    consume<T, kTokens, kN, kBlocks, kCluster>(p, x_ring, weight_ring, staging, full, empty);
+    consume<T, kTokens, kN, kBlocks, kCluster, kSums>(p, x_ring, weight_ring, staging, full, empty);
   }
   // The other CTA copies to this one's shared memory, and arrives at its barriers, until its end.
   if constexpr (kCluster > 1) sm90::cluster_barrier();
@@ -285,10 +322,10 @@ __device__ __forceinline__ void gemm_cta(const Problem& p) {
 
 // Two CTAs of one warpgroup fit an SM's registers, so that the next kernel's CTA can start to copy
 // its weights while this one runs.
-template <typename T, int kWarpgroups, int kN, int kBlocks>
+template <typename T, int kWarpgroups, int kN, int kBlocks, bool kSums>
 __global__ void __launch_bounds__(kThreads<kWarpgroups * kTileTokens, kN>, 3 - kWarpgroups)
     gemm_kernel(const __grid_constant__ Problem p) {
-  gemm_cta<T, kWarpgroups, kN, kBlocks, 1>(p);
+  gemm_cta<T, kWarpgroups, kN, kBlocks, 1, kSums>(p);
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -296,11 +333,11 @@ __global__ void __launch_bounds__(kThreads<kWarpgroups * kTileTokens, kN>, 3 - k
 #else
 #define MINIVLLM_PAIR
 #endif
-template <typename T, int kWarpgroups, int kN, int kBlocks>
+template <typename T, int kWarpgroups, int kN, int kBlocks, bool kSums>
 __global__ void MINIVLLM_PAIR __launch_bounds__(kThreads<kWarpgroups * kTileTokens, kN>,
                                                 3 - kWarpgroups)
     gemm_pair_kernel(const __grid_constant__ Problem p) {
-  gemm_cta<T, kWarpgroups, kN, kBlocks, 2>(p);
+  gemm_cta<T, kWarpgroups, kN, kBlocks, 2, kSums>(p);
 }
 #undef MINIVLLM_PAIR
 

@@ -1,6 +1,9 @@
 // out = x / sqrt(mean(x^2) + eps) * weight, https://arxiv.org/abs/1910.07467, after residual += x
 // where there is a residual (rounded first: what is normalised is what is kept).
 //
+// Where x comes as a product's partial sums they are added in order first, as the product itself
+// would.
+//
 // One block a row. A thread owns chunks of 16 bytes and keeps them in registers, so that a row is
 // read once. Which thread adds what depends on the row's size alone, not on how it is loaded:
 // addresses that are no multiple of 16 are read element by element into the same places.
@@ -53,6 +56,33 @@ __device__ float block_sum(float x) {
   return warp_sum(lane < num_warps ? warp_sums[lane] : 0.0f);
 }
 
+// x from a product's partial sums, in float: what the product's own epilogue would add.
+template <int kSize, bool kAligned>
+__device__ void load_sums(float (&sums)[kSize], const RmsNormParams& p, int64_t row, int start) {
+  const int size = static_cast<int>(p.hidden_size);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) sums[i] = 0.0f;
+  if (start >= size) return;
+  const float* from = p.partials + row * p.hidden_size + start;
+  for (int64_t part = 0; part < p.num_partials; ++part, from += p.num_rows * p.hidden_size) {
+#pragma unroll
+    for (int i = 0; i < kSize; i += 4) {
+      float4 four = {};
+      if constexpr (kAligned) {
+        four = *reinterpret_cast<const float4*>(from + i);
+      } else {
+        if (start + i < size) four.x = from[i];
+        if (start + i + 1 < size) four.y = from[i + 1];
+        if (start + i + 2 < size) four.z = from[i + 2];
+        if (start + i + 3 < size) four.w = from[i + 3];
+      }
+      const float values[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[i + j] = part == 0 ? values[j] : sums[i + j] + values[j];
+    }
+  }
+}
+
 template <typename T, int kChunksPerThread, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads) rms_norm_kernel(RmsNormParams p) {
   pdl_launch_dependents();
@@ -75,16 +105,20 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_kernel(RmsNormParams p) 
   Vec<T, kChunk<T>> values[kChunksPerThread];
 #pragma unroll
   for (int c = 0; c < kChunksPerThread; ++c) {
-    values[c] = load_chunk<T, kAligned>(x, start_of(c), size);
+    if (p.partials == nullptr) values[c] = load_chunk<T, kAligned>(x, start_of(c), size);
   }
   float sum = 0.0f;
 #pragma unroll
   for (int c = 0; c < kChunksPerThread; ++c) {
     if (adds) {
       const auto kept = load_chunk<T, kAligned>(residual, start_of(c), size);
+      float added[kChunk<T>];
+#pragma unroll
+      for (int i = 0; i < kChunk<T>; ++i) added[i] = to_float(values[c].data[i]);
+      if (p.partials != nullptr) load_sums<kChunk<T>, kAligned>(added, p, row, start_of(c));
 #pragma unroll
       for (int i = 0; i < kChunk<T>; ++i) {
-        values[c].data[i] = from_float<T>(to_float(kept.data[i]) + to_float(values[c].data[i]));
+        values[c].data[i] = from_float<T>(to_float(kept.data[i]) + added[i]);
       }
       store_chunk<T, kAligned>(residual, start_of(c), size, values[c]);
     }
@@ -129,7 +163,8 @@ void rms_norm(const RmsNormParams& p, Stream stream) {
         static_cast<int>(warps * kWarpSize < kMaxThreads ? warps * kWarpSize : kMaxThreads);
     const auto addresses = reinterpret_cast<uintptr_t>(p.out) | reinterpret_cast<uintptr_t>(p.x) |
                            reinterpret_cast<uintptr_t>(p.residual) |
-                           reinterpret_cast<uintptr_t>(p.weight);
+                           reinterpret_cast<uintptr_t>(p.weight) |
+                           reinterpret_cast<uintptr_t>(p.partials);
     const bool aligned = addresses % kChunkBytes == 0 && p.hidden_size % kChunk<T> == 0 &&
                          p.x_stride % kChunk<T> == 0;
     if (num_chunks <= threads) return launch_rms_norm<T, 1>(p, threads, aligned, stream);

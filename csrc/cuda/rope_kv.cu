@@ -33,6 +33,34 @@ __device__ void store(T* to, const Vec<T, kChunk>& chunk, bool aligned) {
   for (int i = 0; i < kChunk; ++i) to[i] = chunk.data[i];
 }
 
+// A chunk of a token's qkv from its own row, or from a product's partial sums, added in order and
+// rounded as the product itself would.
+template <typename T, int kChunk>
+__device__ Vec<T, kChunk> load_qkv(const RopeKvParams& p, int64_t token, int64_t column,
+                                   bool aligned) {
+  if (p.partials == nullptr) {
+    return load<T, kChunk>(static_cast<const T*>(p.qkv) + token * p.qkv_stride + column, aligned);
+  }
+  constexpr int kPart = kChunk < 4 ? kChunk : 4;  // 16 bytes at a time
+  const int64_t width = (p.num_q_heads + 2 * p.kv.num_kv_heads) * p.kv.head_dim;
+  const float* from = p.partials + token * width + column;
+  float sums[kChunk];
+  for (int64_t part = 0; part < p.num_partials; ++part, from += p.num_tokens * width) {
+#pragma unroll
+    for (int i = 0; i < kChunk; i += kPart) {
+      const auto values = load<float, kPart>(from + i, aligned);
+#pragma unroll
+      for (int j = 0; j < kPart; ++j) {
+        sums[i + j] = part == 0 ? values.data[j] : sums[i + j] + values.data[j];
+      }
+    }
+  }
+  Vec<T, kChunk> chunk;
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) chunk.data[i] = from_float<T>(sums[i]);
+  return chunk;
+}
+
 // Where the key of a token's head goes; null: nowhere.
 template <typename T>
 __device__ T* key_of(const KvCache& kv, int64_t slot, int64_t position, int64_t head) {
@@ -99,15 +127,17 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t head = live ? unit - token * num_heads : num_heads - 1;
 
   const int half = static_cast<int>(p.kv.head_dim) / 2;
-  const T* x = static_cast<const T*>(p.qkv) + token * p.qkv_stride + head * p.kv.head_dim;
+  const auto load_x = [&](int i) {
+    return load_qkv<T, kChunk>(p, token, head * p.kv.head_dim + i, aligned);
+  };
   // The chunks come before what says where they go, so that the loads overlap.
   const int start = lane * kChunk;
   const int step = lanes * kChunk;
   Vec<T, kChunk> first = {};
   Vec<T, kChunk> second = {};
   if (start < half) {
-    first = load<T, kChunk>(x + start, aligned);
-    second = load<T, kChunk>(x + half + start, aligned);
+    first = load_x(start);
+    second = load_x(half + start);
   }
   const bool is_query = head < num_q;
   const bool is_value = head >= num_q + num_kv;
@@ -128,8 +158,8 @@ __global__ void __launch_bounds__(kThreads)
   if (p.q_norm != nullptr || p.k_norm != nullptr) {  // the same for all lanes of a warp
     float sum = 0.0f;
     for (int i = start; i < half; i += step) {
-      const auto a = load<T, kChunk>(x + i, aligned);
-      const auto b = load<T, kChunk>(x + half + i, aligned);
+      const auto a = load_x(i);
+      const auto b = load_x(half + i);
 #pragma unroll
       for (int j = 0; j < kChunk; ++j) {
         const float low = to_float(a.data[j]);
@@ -148,8 +178,8 @@ __global__ void __launch_bounds__(kThreads)
   const float* sines = cosines + half;
   for (int i = start; i < half; i += step) {
     if (i > start) {
-      first = load<T, kChunk>(x + i, aligned);
-      second = load<T, kChunk>(x + half + i, aligned);
+      first = load_x(i);
+      second = load_x(half + i);
     }
     if (!is_value) {
       rotate(first, second, scale, norm == nullptr ? nullptr : norm + i, half, cosines + i,
@@ -186,7 +216,8 @@ void rope_kv(const RopeKvParams& p, Stream stream) {
     const auto addresses =
         reinterpret_cast<uintptr_t>(p.q_out) | reinterpret_cast<uintptr_t>(p.qkv) |
         reinterpret_cast<uintptr_t>(p.kv.cache) | reinterpret_cast<uintptr_t>(p.cos_sin) |
-        reinterpret_cast<uintptr_t>(p.q_norm) | reinterpret_cast<uintptr_t>(p.k_norm);
+        reinterpret_cast<uintptr_t>(p.q_norm) | reinterpret_cast<uintptr_t>(p.k_norm) |
+        reinterpret_cast<uintptr_t>(p.partials);
     const bool aligned = addresses % kChunkBytes == 0 && p.qkv_stride % kChunk == 0;
     if (p.kv.head_dim / 2 % kChunk == 0) return launch_rope_kv<T, kChunk>(p, aligned, stream);
     launch_rope_kv<T, 1>(p, true, stream);

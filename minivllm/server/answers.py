@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -14,6 +15,8 @@ from minivllm.plain import finite, plain_logprobs
 from minivllm.request import Delta, Generation, Logprob, Logprobs, SamplingParams
 from minivllm.server.gate import dumps, error_body
 from minivllm.tokenizer import Tokenizer
+
+logger = logging.getLogger("minivllm")
 
 
 class Answer(ABC):
@@ -42,6 +45,11 @@ class Answer(ABC):
             "system_fingerprint": f"minivllm-{__version__}",
         }
         self._seen: dict[int, tuple[int, int]] = {}  # choice: its tokens and characters that were sent
+
+    @property
+    def id(self) -> str:
+        """The id that the body, or every chunk of the stream, carries."""
+        return str(self._head["id"])
 
     def whole(self, generations: list[Generation]) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
@@ -217,11 +225,17 @@ def usage(generations: list[Generation]) -> dict[str, Any]:
     }
 
 
-def fault(reason: str | None, error: str | None) -> tuple[int, dict[str, Any]]:
+def fault(answer_id: str, reason: str | None, error: str | None) -> tuple[int, dict[str, Any]]:
     """Return status and body for an answer that an error or the server's end cut short."""
     if reason == "cancelled":
         return 503, error_body("The server is shutting down.", "server_error", code="cancelled")
-    return 500, error_body(error or "The request failed.", "server_error")
+    return 500, internal_error(answer_id, error)
+
+
+def internal_error(answer_id: str, error: str | None) -> dict[str, Any]:
+    """Log what went wrong and return a body that leaves it out: it may tell of paths, of memory, of others' prompts."""
+    logger.error("%s failed: %s", answer_id, error or "no reason was given")
+    return error_body(f"Internal error; see the server's log for {answer_id}.", "server_error", code="internal_error")
 
 
 async def events(handle: AsyncHandle, answer: Answer, include_usage: bool) -> AsyncIterator[bytes]:
@@ -233,7 +247,7 @@ async def events(handle: AsyncHandle, answer: Answer, include_usage: bool) -> As
         async for delta in handle:
             if delta.finish_reason in ("error", "cancelled"):
                 error = handle.requests[delta.index].sequences[delta.sample].error
-                yield event(fault(delta.finish_reason, error)[1])
+                yield event(fault(answer.id, delta.finish_reason, error)[1])
                 break
             shown = answer.chunk(handle, delta)
             if shown is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from starlette.exceptions import HTTPException
 from minivllm import __version__
 from minivllm.aio import AsyncEngine, AsyncHandle
 from minivllm.request import EngineClosedError, Generation, SamplingParams
-from minivllm.server.answers import Answer, ChatAnswer, CompletionAnswer, events, fault
+from minivllm.server.answers import Answer, ChatAnswer, CompletionAnswer, events, fault, internal_error
 from minivllm.server.gate import Gate, Json, error_body
 from minivllm.server.live import register_live
 from minivllm.server.metrics import Metrics
@@ -131,7 +132,7 @@ class Service:
             reasons = {sample.finish_reason for sample in generation.samples}
             for reason in ("error", "cancelled"):
                 if reason in reasons:
-                    status, content = fault(reason, generation.error)
+                    status, content = fault(answer.id, reason, generation.error)
                     return Json(content, status)
         return Json(answer.whole(generations))
 
@@ -277,7 +278,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return Json(error_body("The server failed at this request.", "server_error"), 500)
+        return Json(internal_error(f"req-{uuid.uuid4().hex}", f"{type(error).__name__}: {error}"), 500)
 
 
 def _describe(error: RequestValidationError) -> dict[str, Any]:

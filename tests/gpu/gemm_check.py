@@ -23,11 +23,13 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # warpgroups, columns, k-blocks a stage, CTAs of a cluster: the instances of csrc/cuda/gemm_sm90.cuh
 INSTANCES = [
     *[(1, n, b, 1) for n in (16, 24, 32) for b in (1, 4, 8)],
-    *[(1, n, b, 1) for n, b in ((48, 1), (48, 4), (64, 1), (64, 2), (128, 1))],
+    *[(1, n, b, 1) for n, b in ((48, 1), (48, 4), (64, 1), (64, 2), (96, 1), (128, 1))],
     *[(2, n, 1, 1) for n in (128, 192, 256)],
     *[(1, n, b, 2) for n, b in ((32, 4), (48, 4), (64, 2), (96, 1), (128, 1))],
     *[(2, n, 1, 2) for n in (32, 64, 96, 128, 192, 256)],
 ]
+# Those that walk all chunks of K and add up: warpgroups, columns, CTAs of a cluster.
+SUMS = [(1, 64, 1), (2, 128, 1), (2, 192, 1), (2, 128, 2), (2, 192, 2)]
 WRAPPER = """
 #include <cstdio>
 #include "{root}/csrc/cuda/common.cuh"
@@ -35,27 +37,32 @@ WRAPPER = """
 using namespace minivllm;
 extern "C" int gemm(void* out, const void* x, const void* weight, const void* bias, int64_t num_tokens,
                     int64_t n, int64_t k, int64_t x_stride, int64_t out_stride, int epilogue, int dtype,
-                    int out_dtype, const int* config, void* stream) {{
+                    int out_dtype, const int* config, int64_t num_chunks, float* parts, void* stream) {{
   LinearParams p = {{out, x, weight, bias, num_tokens, n, k, x_stride, out_stride,
                     static_cast<Epilogue>(epilogue), static_cast<DType>(dtype),
-                    static_cast<DType>(out_dtype)}};
+                    static_cast<DType>(out_dtype), num_chunks, parts}};
   try {{
     const Stream s = static_cast<Stream>(stream);
     if (!cuda::linear_supported(p)) return 2;
     if (config == nullptr) {{ cuda::linear(p, s); return 0; }}
     const cuda::GemmConfig c = {{config[0], config[1], config[2], config[3],
-                                static_cast<cuda::Sharing>(config[4])}};
+                                static_cast<cuda::Sharing>(config[4]), config[5] != 0}};
     if (p.dtype == DType::kBFloat16) cuda::launch_gemm_bf16(p, c, s); else cuda::launch_gemm_fp16(p, c, s);
     return 0;
   }} catch (const std::exception& e) {{ fprintf(stderr, "%s\\n", e.what()); return 1; }}
 }}
-extern "C" void chosen(int64_t num_tokens, int64_t n, int64_t k, int* config) {{
+extern "C" int64_t chunks(int64_t n, int64_t k, int epilogue) {{
+  return cuda::linear_chunks(n, k, static_cast<Epilogue>(epilogue));
+}}
+extern "C" void chosen(int64_t num_tokens, int64_t n, int64_t k, int64_t num_chunks, int parts, int* config) {{
   LinearParams p = {{}};
   p.num_tokens = num_tokens; p.n = n; p.k = k; p.dtype = p.out_dtype = DType::kBFloat16;
+  p.num_chunks = num_chunks;
+  if (parts) p.partials = reinterpret_cast<float*>(16);
   const cuda::GemmConfig c = cuda::choose_gemm_config(p, 132);
-  const int values[5] = {{c.warpgroups, c.columns, c.stage_blocks, c.ring_bytes,
-                         static_cast<int>(c.sharing)}};
-  for (int i = 0; i < 5; ++i) config[i] = values[i];
+  const int values[6] = {{c.warpgroups, c.columns, c.stage_blocks, c.ring_bytes,
+                         static_cast<int>(c.sharing), c.sums}};
+  for (int i = 0; i < 6; ++i) config[i] = values[i];
 }}
 """
 
@@ -84,8 +91,9 @@ def build() -> ctypes.CDLL:
         subprocess.run(["nvcc", "-shared", "-o", str(library), *objects], check=True)
     loaded = ctypes.CDLL(str(library))
     pointer, wide = ctypes.c_void_p, ctypes.c_int64
-    loaded.gemm.argtypes = [pointer] * 4 + [wide] * 5 + [ctypes.c_int] * 3 + [pointer] * 2
-    loaded.chosen.argtypes = [wide] * 3 + [pointer]
+    loaded.gemm.argtypes = [pointer] * 4 + [wide] * 5 + [ctypes.c_int] * 3 + [pointer, wide, pointer, pointer]
+    loaded.chosen.argtypes = [wide] * 4 + [ctypes.c_int, pointer]
+    loaded.chunks.argtypes, loaded.chunks.restype = [wide, wide, ctypes.c_int], wide
     return loaded
 
 
@@ -95,9 +103,10 @@ class Gemm:
     def __init__(self) -> None:
         self.library = build()
 
-    def __call__(self, out, x, weight, bias=None, epilogue=NONE, config=None) -> None:
+    def __call__(self, out, x, weight, bias=None, epilogue=NONE, config=None, num_chunks=1) -> None:
         n, k = weight.shape
-        values = None if config is None else (ctypes.c_int * 5)(*config)
+        values = None if config is None else (ctypes.c_int * 6)(*config)
+        parts = out.dim() == 3  # [num_chunks, num_tokens, n] float32
         status = self.library.gemm(
             out.data_ptr(),
             x.data_ptr(),
@@ -107,19 +116,24 @@ class Gemm:
             n,
             k,
             x.stride(0),
-            out.stride(0),
+            out.stride(-2),
             epilogue,
             DTYPES[x.dtype],
             DTYPES[out.dtype],
             values,
+            num_chunks,
+            out.data_ptr() if parts else None,
             torch.cuda.current_stream().cuda_stream,
         )
         if status:
             raise RuntimeError(f"gemm failed with {status}: {tuple(x.shape)} {tuple(weight.shape)} {config}")
 
-    def chosen(self, m: int, n: int, k: int) -> tuple[int, ...]:
-        values = (ctypes.c_int * 5)()
-        self.library.chosen(m, n, k, values)
+    def chunks(self, n: int, k: int, epilogue: int = NONE) -> int:
+        return self.library.chunks(n, k, epilogue)
+
+    def chosen(self, m: int, n: int, k: int, num_chunks: int = 1, parts: bool = False) -> tuple[int, ...]:
+        values = (ctypes.c_int * 6)()
+        self.library.chosen(m, n, k, num_chunks, parts, values)
         return tuple(values)
 
 
@@ -163,7 +177,7 @@ def check_shape(gemm: Gemm, n: int, k: int, dtype: torch.dtype, tokens: list[int
         configs: list[tuple[int, ...] | None] = [None]
         if instances:
             configs += [
-                (*i[:3], ring * 1024, sharing)
+                (*i[:3], ring * 1024, sharing, 0)
                 for i in INSTANCES
                 for ring in (192, 90)
                 for sharing in ((0,) if i[3] == 1 else (1, 2))
@@ -194,6 +208,51 @@ def check_shape(gemm: Gemm, n: int, k: int, dtype: torch.dtype, tokens: list[int
     return checks
 
 
+def check_chunks(gemm: Gemm, n: int, k: int, dtype: torch.dtype, tokens: list[int]) -> int:
+    """Compares the two ways of adding up K's chunks, and all numbers of tokens; returns the checks."""
+    generator = torch.Generator("cuda").manual_seed(n * 37 + k)
+    num_chunks, top = gemm.chunks(n, k), max(tokens)
+    assert num_chunks > 1, f"n={n} k={k} is one chain"
+    weight = torch.randn(n, k, device="cuda", generator=generator).mul_(0.03).to(dtype)
+    x_all = torch.randn(top, k, device="cuda", generator=generator).to(dtype)
+    full = run(gemm, x_all, weight, torch.float32, num_chunks=num_chunks)
+    error = relative_error(full, x_all.double() @ weight.double().T)
+    assert error < 3e-5, f"n={n} k={k}: error {error}"
+    checks = 1
+    sharings = {1: (0,), 2: (1, 2)}
+    whole = [(w, c, 1, 192 * 1024, s, 1) for w, c, cluster in SUMS for s in sharings[cluster]]
+    in_parts = [
+        (*i[:3], 192 * 1024, s, 0)
+        for i in INSTANCES
+        for s in sharings[i[3]]
+        if (k // num_chunks // 64) % i[2] == 0 and (i[0] == 1 or i[1] < 128)
+    ]
+    for m in tokens:
+        rows = torch.randperm(top, device="cuda", generator=generator)[:m]
+        x, y = x_all[rows].contiguous(), full[rows]
+        for config in [None, *whole]:
+            where = f"n={n} k={k} m={m} {dtype} {config}"
+            old = torch.randn(m, n, device="cuda", generator=generator).to(dtype)
+            out = old.clone()
+            gemm(out, x, weight, epilogue=RESIDUAL, config=config, num_chunks=num_chunks)
+            assert torch.equal(out, (old.float() + y).to(dtype)), f"residual {where}"
+            rounded = run(gemm, x, weight, dtype, config=config, num_chunks=num_chunks)
+            assert torch.equal(rounded, y.to(dtype)), f"rounded {where}"
+            checks += 2
+        for config in [None, *in_parts]:
+            if config is not None and ((config[0] == 2 and m <= 64) or (config[4] == 1 and config[2] == 1 and m <= 8)):
+                continue
+            buffer = torch.full((num_chunks + 1, m, n), torch.nan, device="cuda")
+            gemm(buffer[:num_chunks], x, weight, config=config, num_chunks=num_chunks)
+            total = buffer[0]
+            for part in buffer[1:num_chunks]:
+                total = total + part
+            assert torch.equal(total, y), f"parts n={n} k={k} m={m} {dtype} {config}"
+            assert buffer[num_chunks].isnan().all(), "parts outside were written"
+            checks += 1
+    return checks
+
+
 def main() -> None:
     start = time.time()
     gemm = Gemm()
@@ -208,6 +267,10 @@ def main() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         checks += check_shape(gemm, 1008, 1024, dtype, [1, 9, 31, 64, 65, 129, 300], instances=True)
         checks += check_shape(gemm, 4096, 512, dtype, [3, 64, 700], instances=True)
+    for dtype in (torch.bfloat16, torch.float16):
+        checks += check_chunks(gemm, 3072, 2048, dtype, [1, 9, 64, 65, 130, 256, 300, 2048])
+        checks += check_chunks(gemm, 2048, 8192, dtype, [1, 8, 17, 64, 128, 200, 1000])
+        checks += check_chunks(gemm, 1032, 4096, dtype, [1, 33, 127, 129, 255])
     torch.cuda.synchronize()
     print(f"{checks} checks passed in {time.time() - start:.0f} s")
 
