@@ -3,7 +3,8 @@
     python benchmarks/engine.py random:llama-3.2-1b
     python benchmarks/engine.py MODEL --engine vllm --workloads decode_b32 --output vllm.json
 
-The figures of this engine go to benchmarks/results/h200.json or cpu.json, by the card; elsewhere with --output.
+The figures of this engine go to benchmarks/results/h200.json or cpu.json, by the card; elsewhere with --output. With
+--no-exact they go to h200-no-exact.json, and the difference is what exactness costs.
 """
 
 from __future__ import annotations
@@ -80,22 +81,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="random:llama-3.2-1b", help="a directory, or random:NAME")
     parser.add_argument("--engine", choices=("minivllm", "vllm", "transformers"), default="minivllm")
+    parser.add_argument(
+        "--no-exact", dest="exact", action="store_false", help="let cuBLAS multiply where it is faster (minivllm alone)"
+    )
     parser.add_argument("--workloads", nargs="+", metavar="NAME")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--commit", help="where there is no git to ask")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    if not args.exact and args.engine != "minivllm":
+        parser.error("--no-exact is for minivllm")
     path = model_path(args.model)
     names = bench.choose(args.workloads, args.device)
-    result = bench.header(args.engine, args.model, args.device, args.commit)
-    print(f"{args.engine} on {result['card']}, torch {result['torch']}\n{bench.TABLE_HEAD}", flush=True)
+    engine = bench.engine_name(args.exact) if args.engine == "minivllm" else args.engine
+    result = bench.header(engine, args.model, args.device, args.commit)
+    print(f"{engine} on {result['card']}, torch {result['torch']}\n{bench.TABLE_HEAD}", flush=True)
 
     def told(name: str, figure: dict[str, Any]) -> None:
         print(bench.line(name, figure), flush=True)
 
     if args.engine == "minivllm":
-        result["workloads"] = bench.run_minivllm(path, names, args.runs, args.device, told)
+        result["workloads"] = bench.run_minivllm(path, names, args.runs, args.device, told, exact=args.exact)
     else:
         run = {"vllm": vllm_runner, "transformers": transformers_runner}[args.engine](path, args.device)
         vocab_size = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
@@ -111,7 +118,7 @@ def main() -> None:
     output = args.output
     if output is None and args.engine == "minivllm":
         kind = "h200" if "H200" in result["card"] else args.device
-        output = RESULTS / f"{kind}.json"
+        output = RESULTS / f"{kind}{'' if args.exact else '-no-exact'}.json"
     if output is not None:
         write(output, result)
 

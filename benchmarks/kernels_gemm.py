@@ -41,7 +41,7 @@ def shape_row(
         Of the weight and the input.
     """
     out_size, in_size = size
-    copies = max(1, min(MAX_COPIES, ROTATE_BYTES // (out_size * in_size * 2)))
+    copies = max(1, min(MAX_COPIES, ROTATE_BYTES // (out_size * in_size * dtype.itemsize)))
     weights = [random_weight(out_size, in_size, dtype) for _ in range(copies)]
     ours = [linear(weight, gate_up=name == "gate_up") for weight in weights]
     x = torch.randn(num_tokens, in_size, device=DEVICE).to(dtype)
@@ -68,7 +68,7 @@ def shape_row(
         "torch_us": round(torch_seconds * 1e6, 2),
         "times_torch": round(torch_seconds / seconds, 3),
         "tflops": round(2 * num_tokens * out_size * in_size / seconds / 1e12, 1),
-        "weights_tb_per_s": round(out_size * in_size * 2 / seconds / 1e12, 3),
+        "weights_tb_per_s": round(out_size * in_size * dtype.itemsize / seconds / 1e12, 3),
     }
 
 
@@ -119,4 +119,17 @@ def gemm_rows(
         for name, size in sizes.items()
         if not (name == "lm_head" and num_tokens > 2048)
     ]
-    return rows + [chain_row(linear, num_tokens) for num_tokens in chain_tokens]
+    return rows + other_rows(linear) + [chain_row(linear, num_tokens) for num_tokens in chain_tokens]
+
+
+def other_rows(linear: Any, tokens: tuple[int, ...] = (1, 8, 16, 64, 256, 1024, 4096)) -> list[dict[str, Any]]:
+    """The kernels for every card: float32, and bfloat16 of inputs that the kernel for Hopper does not take."""
+    rows = []
+    for dtype, more in ((torch.float32, 0), (torch.bfloat16, 8)):
+        for size in (LAYER["o"], LAYER["down"], LAYER["gate_up"]):
+            out_size, in_size = size[0], size[1] + more
+            for num_tokens in tokens:
+                row = shape_row(linear, "plain", num_tokens, (out_size, in_size), dtype)
+                name = f"{str(dtype).removeprefix('torch.')} {out_size}x{in_size}"
+                rows.append({**row, "name": name})
+    return rows

@@ -35,7 +35,7 @@ PYBIND11_MODULE(_C, m) {
   define("packed_weight_size", &bindings::packed_weight_size);
   define("pack_weight", &bindings::pack_weight);
   define("linear", &bindings::linear);
-  define("linear_supported", &bindings::linear_supported);
+  define("linear_uses_wgmma", &bindings::linear_uses_wgmma);
   define("linear_chunks", &bindings::linear_chunks);
   define("update_state", &bindings::update_state);
   define("sample", &bindings::sample);

@@ -199,7 +199,8 @@ inline void silu_mul(const Tensor& out, const Tensor& x) {
 
 // weight is [n, k] on CUDA and packed on the CPU.
 inline void linear(const Tensor& out, const Tensor& x, const Tensor& weight, int64_t n,
-                   const OptionalTensor& bias, int64_t epilogue, int64_t num_chunks) {
+                   const OptionalTensor& bias, int64_t epilogue, int64_t num_chunks,
+                   const OptionalTensor& ahead) {
   CHECK_ROWS(x, x.scalar_type(), x);
   const int64_t num_tokens = x.size(0), k = x.size(1);
   const bool in_parts = out.dim() == 3;  // the chains' sums stay apart
@@ -228,6 +229,7 @@ inline void linear(const Tensor& out, const Tensor& x, const Tensor& weight, int
     check_dense(*bias, "bias", x.scalar_type(), x);
     check_shape(*bias, "bias", "n", {n});
   }
+  if (ahead.has_value()) check_dense(*ahead, "ahead", ahead->scalar_type(), x);
   const LinearParams p{out.data_ptr(),
                        x.data_ptr(),
                        weight.data_ptr(),
@@ -241,7 +243,9 @@ inline void linear(const Tensor& out, const Tensor& x, const Tensor& weight, int
                        dtype,
                        out_dtype,
                        num_chunks,
-                       in_parts ? static_cast<float*>(out.data_ptr()) : nullptr};
+                       in_parts ? static_cast<float*>(out.data_ptr()) : nullptr,
+                       data_or_null(ahead),
+                       ahead.has_value() ? static_cast<int64_t>(ahead->nbytes()) / 16 * 16 : 0};
   LAUNCH(linear, x, p);
 }
 
@@ -260,9 +264,9 @@ inline void pack_weight(const Tensor& packed, const Tensor& weight) {
   cpu::pack_weight(packed.data_ptr(), weight.data_ptr(), weight.size(0), weight.size(1), dtype);
 }
 
-// Does the current CUDA device have a kernel for a product of this shape? False without CUDA.
-inline bool linear_supported([[maybe_unused]] const Tensor& weight,
-                             [[maybe_unused]] int64_t epilogue) {
+// Does the kernel for Hopper take products with this weight? False elsewhere.
+inline bool linear_uses_wgmma([[maybe_unused]] const Tensor& weight,
+                              [[maybe_unused]] int64_t epilogue) {
 #ifdef MINIVLLM_WITH_CUDA
   if (weight.is_cuda() && weight.dim() == 2) {
     const c10::cuda::CUDAGuard guard(weight.device());
@@ -274,17 +278,17 @@ inline bool linear_supported([[maybe_unused]] const Tensor& weight,
     p.epilogue = static_cast<Epilogue>(epilogue);
     p.out_stride = p.epilogue == Epilogue::kSiluMul ? p.n / 2 : p.n;
     p.dtype = p.out_dtype = dtype_of(weight, "weight");
-    return cuda::linear_supported(p);
+    return cuda::linear_uses_wgmma(p);
   }
 #endif
   return false;
 }
 
-// Chains that a product is cut into on the weight's device: 1 on the CPU.
+// Chains that a product is cut into on the weight's device: 1 but on Hopper.
 inline int64_t linear_chunks([[maybe_unused]] const Tensor& weight,
                              [[maybe_unused]] int64_t epilogue) {
 #ifdef MINIVLLM_WITH_CUDA
-  if (weight.is_cuda() && weight.dim() == 2) {
+  if (linear_uses_wgmma(weight, epilogue)) {
     return cuda::linear_chunks(weight.size(0), weight.size(1), static_cast<Epilogue>(epilogue));
   }
 #endif

@@ -137,11 +137,15 @@ struct LinearParams {
   Epilogue epilogue;
   DType dtype;      // of x, weight, bias
   DType out_dtype;  // dtype, or kFloat32 (logits)
-  // Chains that K is cut into: linear_chunks() of the shape on CUDA, 1 on the CPU.
+  // Chains that K is cut into: linear_chunks() of the shape where the kernel for Hopper takes the
+  // weight, 1 elsewhere.
   int64_t num_chunks = 1;
   // [num_chunks, num_tokens, n] out: the chains' sums, left for the next kernel to add; out, bias
   // and epilogue are then not looked at. Null: added here.
   float* partials = nullptr;
+  // Memory that a product soon to come will read, to be asked into L2 meanwhile: a hint, on Hopper.
+  const void* ahead = nullptr;
+  int64_t ahead_bytes = 0;
 };
 
 // Per-slot state on the device: one int32 row a slot. The first words are these, the block table
@@ -228,8 +232,9 @@ void decode_attention(const AttentionParams& p, Stream stream);
 int64_t attention_workspace_size(int64_t max_seqs, int64_t max_seq_len, int64_t num_q_heads,
                                  int64_t head_dim);
 void silu_mul(const SiluMulParams& p, Stream stream);
-bool linear_supported(const LinearParams& p);  // does this card have our kernel for this shape?
-// How many chains a product of this shape is cut into, whatever the number of tokens.
+// Does the kernel for Hopper take this product on this card? Others take what it does not.
+bool linear_uses_wgmma(const LinearParams& p);
+// How many chains that kernel cuts a product of this shape into, whatever the number of tokens.
 int64_t linear_chunks(int64_t n, int64_t k, Epilogue epilogue);
 void linear(const LinearParams& p, Stream stream);
 void update_state(const UpdateStateParams& p, Stream stream);

@@ -7,6 +7,7 @@ wrote down, and are said in one sentence instead.
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -60,6 +61,25 @@ def load() -> ModuleType:
         return import_module("minivllm._C")
     except ImportError as error:
         raise ImportError(f"{fault} ({error})") from error
+
+
+@cache
+def _first_process() -> int:
+    """Return the process whose engine was the first; a fork of it inherits the answer."""
+    return os.getpid()
+
+
+def check_process() -> None:
+    """Raise RuntimeError in a fork of a process that had an engine.
+
+    Threads do not come along: OpenMP would wait for ever for those that the parent's kernels ran on. One that is told
+    to use no others (``torch.set_num_threads(1)``) does not wait.
+    """
+    if _first_process() != os.getpid() and torch.get_num_threads() > 1:
+        raise RuntimeError(
+            f"process {_first_process()} had an engine, and this one is a fork of it, without the threads that kernels "
+            "run on: start it by 'spawn' (multiprocessing.get_context('spawn')) and make the engine there"
+        )
 
 
 def has_cuda() -> bool:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from minivllm.sequence import Sequence
 
 Ints = npt.NDArray[np.int32]
-Flags = npt.NDArray[np.bool_]
 
 
 def _empty() -> Ints:
@@ -70,11 +69,6 @@ class Batch:
     def num_rows(self) -> int:
         """R."""
         return len(self.sample_rows)
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Prompt tokens of the step."""
-        return len(self.token_ids) - self.num_decode
 
     @property
     def decode_only(self) -> bool:

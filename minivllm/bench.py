@@ -130,14 +130,19 @@ class Costs:
         return total
 
 
+def on_gpu(device: str) -> bool:
+    """Tell whether a device ("cpu", "cuda", "cuda:1") is a card."""
+    return torch.device(device).type == "cuda"
+
+
 def card_name(device: str) -> str:
     """Return the name of the device that is measured."""
-    return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {os.cpu_count()} cores"
+    return torch.cuda.get_device_name(device) if on_gpu(device) else f"CPU, {os.cpu_count()} cores"
 
 
 def machine_of(device: str) -> Machine | None:
     """Return what is known of the machine that is measured; None for another one, which then has no floor."""
-    if device == "cuda":
+    if on_gpu(device):
         return H200 if "H200" in card_name(device) else None
     return CPU if os.cpu_count() == 2 else None
 
@@ -161,7 +166,7 @@ def choose(names: Iterable[str] | None, device: str) -> list[str]:
     """Return the workloads to run, in order; ValueError names an unknown one."""
     known = [*WORKLOADS, START]
     if names is None:
-        return [n for n in known if n == START or WORKLOADS[n].device == device]
+        return [n for n in known if n == START or WORKLOADS[n].device == torch.device(device).type]
     chosen = list(names)
     for name in chosen:
         if name not in known:
@@ -250,14 +255,25 @@ def header(engine: str, model: str, device: str, commit: str | None) -> dict[str
     }
 
 
+def engine_name(exact: bool) -> str:
+    """Return what a file of figures calls this engine."""
+    return "minivllm" if exact else "minivllm, not exact"
+
+
 def run_minivllm(
-    path: str, names: Sequence[str], runs: int, device: str, told: Callable[[str, dict[str, Any]], None]
+    path: str,
+    names: Sequence[str],
+    runs: int,
+    device: str,
+    told: Callable[[str, dict[str, Any]], None],
+    *,
+    exact: bool = True,
 ) -> dict[str, dict[str, Any]]:
     """Run workloads on this engine; ``told`` hears of each as it ends."""
     from minivllm.engine import BatchEngine
 
     figures: dict[str, dict[str, Any]] = {}
-    slots = NUM_SLOTS if device == "cuda" else 8
+    slots = NUM_SLOTS if on_gpu(device) else 8
     if START in names:
         figures[START] = measure_start(path, device, slots, runs)
         told(START, figures[START])
@@ -265,7 +281,7 @@ def run_minivllm(
     if not chosen:
         return figures
     # Equal prompts in every run: what an earlier one left in the cache must not help.
-    with BatchEngine(path, device=device, num_slots=slots, prefix_caching=False) as engine:
+    with BatchEngine(path, device=device, num_slots=slots, prefix_caching=False, exact=exact) as engine:
         machine = machine_of(device)
         costs = None if machine is None else Costs(engine.config, engine.dtype, machine)
         for name in chosen:

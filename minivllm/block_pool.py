@@ -74,6 +74,16 @@ class BlockPool:
         self.num_taken += 1
         return block
 
+    def take(self, count: int) -> list[int]:
+        """Take up to ``count`` blocks, as many as `allocate` would give."""
+        blocks = [self.free.popleft() for _ in range(min(count, len(self.free)))]
+        for block in blocks:
+            self.refs[block] = 1
+        self.num_taken += len(blocks)
+        while len(blocks) < count and (last := self.allocate()) is not None:
+            blocks.append(last)
+        return blocks
+
     def share(self, block: int) -> None:
         """Add an owner to a full block."""
         if self.refs[block] == 0:

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +23,8 @@ from minivllm.sequence import Request, Sequence
 from minivllm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    import torch
+
     from minivllm.runner import Runner
 
 OnError = Literal["raise", "return"]
@@ -83,9 +86,11 @@ class Calls:
     """Hold the calls of `BatchEngine`, which has the state and the step."""
 
     config: ModelConfig
+    dtype: torch.dtype
     tokenizer: Tokenizer | None
     sizes: Sizes
     seed: int
+    _path: Path | None = None  # of the model, where it has one
     _closed: bool
     _in_turn: bool
     _next_ordinal: int
@@ -199,7 +204,7 @@ class Calls:
         >>> engine.load(tmp / "one.safetensors").result().token_ids == handle.result().token_ids
         True
         """
-        request = saving.load(self._maker(), Path(path), self._runner.cache.kv)
+        request = saving.load(self._maker(), Path(path), self._runner.cache.kv, self._origin)
         self._commit([request])
         return Handle(self, request)
 
@@ -207,6 +212,10 @@ class Calls:
 
     def __reduce_ex__(self, protocol: object) -> str:
         raise TypeError("an engine owns its memory and its threads' lock: it cannot be copied or pickled")
+
+    @cached_property
+    def _origin(self) -> dict[str, str]:
+        return saving.origin(self._path, self.config, self.dtype)
 
     def _maker(self) -> intake.RequestMaker:
         if self._closed:
@@ -286,13 +295,16 @@ class Calls:
                 if not request.done:  # another thread's step may have ended it meanwhile
                     self._step()
         except Exception:
-            if self._closed or self._counts["error"] == failed:
+            if not request.done and (self._closed or self._counts["error"] == failed):
                 raise
 
     def _deltas(self, requests: Seq[Request]) -> Generator[Delta, None, None]:
         cursors = [Cursor(r, s) for r in requests for s in r.sequences]
         while cursors:
-            with self._turn():
+            try:
+                with self._turn():
+                    deltas = [cursor.pull() for cursor in cursors]
+            except EngineClosedError:  # nothing changes any more
                 deltas = [cursor.pull() for cursor in cursors]
             cursors = [cursor for cursor in cursors if not cursor.finished]
             yield from (delta for delta in deltas if delta is not None)
@@ -335,4 +347,4 @@ class Calls:
                 sequence = request.sequences[0]
                 written = self._scheduler.written(sequence) if sequence.slot >= 0 else 0
                 blocks = self._scheduler.row(sequence.slot) if written else []
-                saving.save(request, path, self._runner.read_kv(blocks, written) if written else None)
+                saving.save(request, path, self._runner.read_kv(blocks, written) if written else None, self._origin)

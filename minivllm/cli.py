@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from minivllm import __version__
-from minivllm.commands.options import Parser, add_engine, add_sampling, make_engine, parse_bytes
+from minivllm.commands.options import Parser, add_engine, add_exact, add_sampling, make_engine, parse_bytes
 
 _RAW = argparse.RawDescriptionHelpFormatter
 
@@ -101,6 +101,7 @@ def build_parser() -> Parser:
         "--runs", type=int, default=3, metavar="N", help="runs after the warm-up; the median counts (default: 3)"
     )
     bench.add_argument("--device", help="cpu or cuda (default: cuda where there is a card)")
+    add_exact(bench)
     bench.add_argument(
         "--output", metavar="FILE", help="write the figures as JSON; workloads already in it are replaced"
     )

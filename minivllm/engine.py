@@ -6,8 +6,6 @@ import gc
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -22,16 +20,17 @@ from minivllm.integrity import check
 from minivllm.loader import load_weights, resolve_model
 from minivllm.lock import FairLock
 from minivllm.model import Model
-from minivllm.request import EngineClosedError, FinishReason, Generation
+from minivllm.request import FinishReason, Generation
 from minivllm.runner import Runner, Ticket
 from minivllm.scheduler import Scheduler
 from minivllm.sequence import Request, Sequence
 from minivllm.timeline import Timeline
 from minivllm.tokenizer import Tokenizer
+from minivllm.turns import Turns
 from minivllm.views import Views
 
 
-class BatchEngine(Calls, Views):
+class BatchEngine(Turns, Calls, Views):
     """Serve a model by continuous batching over a paged KV cache.
 
     Parameters
@@ -56,6 +55,10 @@ class BatchEngine(Calls, Views):
         Reuse the KV of equal prompt beginnings, by whole blocks.
     cuda_graphs : bool
         Replay decode steps from captured graphs.
+    exact : bool
+        Give a request the same bits alone and in any batch. False lets cuBLAS multiply on CUDA where it is the faster:
+        in steps of more than 1,024 tokens on Hopper, everywhere on other cards and in float32. No effect on the CPU,
+        where products are exact at no cost.
     seed : int
         From which the seeds of requests without one are drawn.
     progress : bool
@@ -83,12 +86,13 @@ class BatchEngine(Calls, Views):
         max_step_tokens: int | None = None,
         prefix_caching: bool = True,
         cuda_graphs: bool = True,
+        exact: bool = True,
         seed: int = 0,
         progress: bool = False,
     ) -> None:
         self._closed = True  # until there is something to close
         place, seed = choose_device(device), check_seed(seed)
-        path = resolve_model(model)
+        path = self._path = resolve_model(model)
         self.config = ModelConfig.from_dir(path)
         self.dtype = resolve_dtype(self.config, dtype, place)
         self.tokenizer = Tokenizer.load(path)
@@ -103,7 +107,7 @@ class BatchEngine(Calls, Views):
         choose_sizes(self.config, place, self.dtype, **wanted)  # what cannot be is refused before the weights are read
         weights = load_weights(path, self.config, place, self.dtype, progress)
         self.sizes = choose_sizes(self.config, place, self.dtype, **wanted)  # with the memory that is left
-        network = Model(self.config, weights, self.sizes.max_seq_len)
+        network = Model(self.config, weights, self.sizes.max_seq_len, exact=exact)
         self._start(network, prefix_caching, cuda_graphs, seed)
 
     def _start(self, model: Model, prefix_caching: bool, cuda_graphs: bool, seed: int) -> None:
@@ -144,13 +148,16 @@ class BatchEngine(Calls, Views):
     def step(self) -> list[Generation]:
         """Take one turn of the loop by hand and return what ended in it.
 
-        Whatever `generate`, `stream` or a server drives goes on beside it. An exception of the forward pass ends the
-        requests in slots with that error, leaves the engine ready, and is raised here.
+        Whatever `generate`, `stream` or a server drives goes on beside it. On a GPU the host runs ahead of the device,
+        and learns a step later what a step has ended. An exception of the forward pass ends the requests in slots with
+        that error, leaves the engine ready, and is raised here.
 
         Examples
         --------
         >>> handle = engine.submit([1, 2, 3], SamplingParams(max_tokens=1))
-        >>> [g.finish_reason for g in engine.step()]
+        >>> while not (ended := engine.step()):
+        ...     pass
+        >>> [g.finish_reason for g in ended]
         ['length']
         """
         with self._turn():
@@ -162,7 +169,7 @@ class BatchEngine(Calls, Views):
         record = self.timeline.begin()
         self._take_inbox()
         for sequence in scheduler.admit():
-            self._counts["cached_tokens"] += sequence.cached_tokens
+            self._counts["cached_tokens"] += sequence.count_prompt(sequence.cached_tokens)
             self.timeline.admitted(sequence)
             if sequence.saved_kv is not None:
                 kv = sequence.saved_kv
@@ -172,7 +179,7 @@ class BatchEngine(Calls, Views):
         batch = scheduler.plan()
         if batch is not None:
             self._counts["steps"] += 1
-            self._counts["prompt_tokens"] += batch.num_prefill_tokens
+            self._counts["prompt_tokens"] += sum(s.count_prompt(s.scheduled) for s in batch.runs)
             self._tickets.append(runner.launch(batch))
             self._tickets[-1].step = record
             scheduler.launched(batch)  # while the device is at it
@@ -199,7 +206,8 @@ class BatchEngine(Calls, Views):
             ticket = self._tickets.popleft()
             tokens = self._runner.collect(ticket)
             self.timeline.collected(ticket)
-            tokens[list(ticket.errors)] = -1
+            if ticket.errors:
+                tokens[list(ticket.errors)] = -1
             for prompt in ticket.prompt_logprobs:
                 logprobs.store_prompt(prompt)
             for row, sequence in self._scheduler.apply(ticket.batch, tokens):
@@ -246,56 +254,6 @@ class BatchEngine(Calls, Views):
         request = sequence.request
         if request.done and self._requests.pop(request.ordinal, None) is not None:
             self._ended.append(request)
-
-    @contextmanager
-    def _turn(self, repair: bool = True) -> Iterator[None]:
-        """Hold the engine; whatever exception leaves it, Ctrl-C included, leaves it sound.
-
-        Without ``repair`` an Exception means that the caller was refused before anything changed: others go on.
-        """
-        depth = self._lock.depth
-        try:
-            with self._lock:
-                if self._closed:
-                    raise EngineClosedError("this engine was closed")
-                if self._in_turn:
-                    raise RuntimeError("the engine cannot be driven from inside one of its own steps (a logits_fn)")
-                self._in_turn = True
-                try:
-                    if self._half_done:
-                        self._recover(None)
-                    self._half_done = True
-                    yield
-                    self._half_done = False
-                except BaseException as error:
-                    if repair or not isinstance(error, Exception):
-                        self._recover(error)
-                    self._half_done = False
-                    raise
-                finally:
-                    self._in_turn = False
-        finally:
-            self._lock.restore(depth)  # an interrupt can come just before the lock is given up
-            if self._cancelled and not self._half_done:  # by a thread that did not wait; a failed repair comes first
-                self._end_cancelled(wait=False)
-
-    def _recover(self, error: BaseException | None) -> None:
-        """Free every slot and block. Sequences in slots end with an Exception; after an interrupt they wait again."""
-        self._tickets.clear()
-        self._runner.drain()
-        running = [s for r in self._requests.values() for s in r.sequences if s.state == "running"]
-        self._scheduler.rebuild(self._requests.values())
-        if isinstance(error, Exception):
-            for sequence in running:
-                self._end(sequence, "error", error=f"{type(error).__name__}: {error}", cause=error)
-        for sequence in list(self._scheduler.queue):
-            stop, end = sequence.rebuild_text(), sequence.end_of_tokens()
-            if stop is not None or end is not None:
-                self._end(sequence, *(end or ("stop", stop)))
-        for request in [r for r in self._requests.values() if r.done]:  # whose end was cut short
-            del self._requests[request.ordinal]
-            self._ended.append(request)
-        self._half_done = False
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if any rule between slots, queue, blocks and block table is broken.

@@ -1,12 +1,12 @@
-"""Which model it is: a hash of what its config computes with, and of samples of its weights as they lie in the files."""
+"""Which model it is: a hash of the numbers of its config and of samples of its weights."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from contextlib import ExitStack
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from minivllm.config import ModelConfig
 from minivllm.loader import expected_tensors, stored_tensors
@@ -52,7 +52,8 @@ def fingerprint(path: Path, config: ModelConfig) -> str:
             stream = stack.enter_context(path.open("rb", buffering=0))
             found.update(_samples(stream, 0, size, _SAMPLES_A_GGUF_FILE))
             return found.hexdigest()
-        stored, streams = stored_tensors(path), {}
+        stored = stored_tensors(path)
+        streams: dict[Path, FileIO] = {}
         for name in sorted(expected_tensors(config)):
             if name not in stored:
                 raise ValueError(f"{path} holds no {name} any more")
@@ -64,7 +65,7 @@ def fingerprint(path: Path, config: ModelConfig) -> str:
     return found.hexdigest()
 
 
-def _samples(stream: BinaryIO, offset: int, num_bytes: int, count: int) -> bytes:
+def _samples(stream: FileIO, offset: int, num_bytes: int, count: int) -> bytes:
     """Return some bytes of a file's part from its beginning, its end and places between them, evenly spaced."""
     last = max(num_bytes - _SAMPLE_BYTES, 0)
     size = min(num_bytes, _SAMPLE_BYTES)

@@ -73,7 +73,7 @@ class Handle:
         return generation
 
     def __iter__(self) -> Iterator[Delta]:
-        """Yield what is new, from the beginning, until every sample has ended.
+        """Yield what is new, from the beginning, until every sample has ended; of an ended one, after `close` too.
 
         Examples
         --------
@@ -119,6 +119,7 @@ class Handle:
         """Write tokens, parameters, sampler state and KV to a .safetensors file for `BatchEngine.load`.
 
         The request goes on here too. A request with a ``logits_fn`` or with ``n`` > 1 cannot be saved, nor one that
-        has ended: ValueError.
+        has ended: ValueError. The file names the model by a fingerprint of its config and weights, and the dtype: an
+        engine with another model or dtype refuses it. For the fingerprint the model's files are looked at, once.
         """
         self._engine._save(self._request, Path(path))

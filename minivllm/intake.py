@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 import numbers
 import operator
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ from minivllm.tokenizer import Tokenizer
 Prompts = str | Seq[str | Seq[int]] | Seq[int]
 Conversations = Seq[Mapping[str, Any]] | Seq[Seq[Mapping[str, Any]]]
 Params = SamplingParams | Seq[SamplingParams] | None
+_CELL = np.dtype([("kind", "u1"), ("value", "<i4")])
 
 
 def check_seed(seed: Any) -> int:
@@ -36,6 +38,7 @@ def check_seed(seed: Any) -> int:
 
 def choose_device(device: str | torch.device | None) -> torch.device:
     """Return the device to run on: CUDA where there is one that the kernels run on, unless told otherwise."""
+    _extension.check_process()
     if device is None:
         device = "cuda" if _extension.has_cuda() else "cpu"
     try:
@@ -52,30 +55,41 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     return place
 
 
-def _ids_of(value: object) -> list[int] | None:
-    """Return token ids as a new list of plain ints; None where the value is something else, or an empty list."""
+def _is_ids(value: object) -> bool:
     if isinstance(value, torch.Tensor):
-        whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
-        return value.tolist() if value.ndim == 1 and whole else None
+        return value.ndim == 1 and not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
     if isinstance(value, np.ndarray):
-        return value.tolist() if value.ndim == 1 and value.dtype.kind in "iu" else None
+        return value.ndim == 1 and value.dtype.kind in "iu"
     if not isinstance(value, (list, tuple)) or not value:
+        return False
+    if operator.countOf(map(type, value), int) == len(value):
+        return True
+    return all(isinstance(x, numbers.Integral) and not isinstance(x, bool) for x in value)
+
+
+def _int32s(values: list[Any]) -> Ints | None:
+    """Return plain ints of 32 bits as an array; None where one is anything else.
+
+    Marshal's second format lays each such int out as the letter i and four bytes, and nothing else begins with an i:
+    one call in C tells ints from bools and the rest, and converts them, where a line of Python a token would keep the
+    device waiting for milliseconds.
+    """
+    if not values or type(values[0]) is not int:
         return None
-    ids = list(value)
-    if operator.countOf(map(type, ids), int) == len(ids):  # without a line of Python a token: prompts are long
-        return ids
-    if all(isinstance(x, numbers.Integral) and not isinstance(x, bool) for x in ids):
-        return [int(x) for x in ids]
-    return None
+    try:
+        raw = marshal.dumps(values, 2)
+    except ValueError:  # holds what marshal does not know
+        return None
+    if len(raw) != _CELL.itemsize * (1 + len(values)):  # the list itself is a letter and its length
+        return None
+    cells = np.frombuffer(raw, _CELL)[1:]
+    return cells["value"].astype(np.int32) if (cells["kind"] == ord("i")).all() else None
 
 
 def as_prompts(prompts: Prompts) -> list[Any]:
     """Return a list of prompts; one str or one list of ints is one prompt."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str) or _is_ids(prompts):
         return [prompts]
-    ids = _ids_of(prompts)
-    if ids is not None:
-        return [ids]
     if isinstance(prompts, (bytes, Mapping)) or not hasattr(prompts, "__iter__"):
         raise TypeError(f"prompts must be a str, a list of ints, or a list of either, not {type(prompts).__name__}")
     if getattr(prompts, "ndim", 1) == 0:
@@ -184,26 +198,28 @@ class RequestMaker:
         """Return a prompt's tokens, and the same as an array."""
         if isinstance(prompt, Exception):
             raise prompt  # a conversation that could not be rendered
-        ids: list[int] | None = []
         if isinstance(prompt, str):
             known = need_tokenizer(self.tokenizer, "a prompt given as text")
             ids = known.encode(prompt) if prompt else []
-        elif not isinstance(prompt, (list, tuple)) or prompt:
-            ids = _ids_of(prompt)
-        if ids is None:
+        elif isinstance(prompt, (list, tuple)):
+            ids = list(prompt)
+        elif _is_ids(prompt):
+            ids = prompt.tolist()
+        else:
             raise TypeError(f"{where}must be a str or a list of ints, not {prompt!r:.80}")
         if not ids:
             raise ValueError(f"{where}is empty")
+        array = _int32s(ids)
+        if array is None:  # ints of other types, or far outside of any vocabulary
+            if not _is_ids(ids):
+                raise TypeError(f"{where}must be a str or a list of ints, not {prompt!r:.80}")
+            ids = [int(x) for x in ids]
+            array = _int32s(ids)
         size = self.config.vocab_size
-        try:
-            array = np.array(ids, np.int64)
-            fits = array.view(np.uint64).max() < size  # a negative one is a large one there
-        except OverflowError:
-            fits = False
-        if not fits:
+        if array is None or array.view(np.uint32).max() >= size:  # where a negative one is a large one
             i, token = next((i, token) for i, token in enumerate(ids) if not 0 <= token < size)
             raise ValueError(f"{where}token id {shown(token)} at place {i} is outside the vocabulary of {size}")
-        return ids, array.astype(np.int32)
+        return ids, array
 
     def _check_params(self, params: SamplingParams, where: str) -> None:
         if not isinstance(params, SamplingParams):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,10 @@ else:
 
 # Beyond so many rows the sums of K's chunks are more to move than is gained by adding them later.
 _MOST_ROWS_IN_PARTS = 256
+# With few rows memory has little to do while attention and norms run, so weights can come into L2.
+_MOST_ROWS_AHEAD = 16
+# Of a product that need not be exact, on Hopper: with more cuBLAS is the faster, by some percent.
+_MOST_ROWS_OF_OURS = 1024
 
 
 def interleave_halves(halves: Tensor) -> Tensor:
@@ -26,11 +31,10 @@ def interleave_halves(halves: Tensor) -> Tensor:
 
 
 class Linear:
-    """Multiply by a weight: ``x @ weight.T + bias``, one chain over ``in_size`` for each output.
+    """Multiply by a weight: ``x @ weight.T + bias``, in an order of additions that the weight's shape alone fixes.
 
-    On the CPU the weight is packed for the vector units and the original is not kept. On a CUDA card
-    that has our kernel for the shape it stays as it is, but for the rows of a gated pair, which are
-    interleaved. Elsewhere torch multiplies.
+    On the CPU the weight is packed for the vector units and the original is not kept. On CUDA it stays
+    as it is, but for the rows of a gated pair, which are interleaved where our kernels multiply.
 
     Parameters
     ----------
@@ -40,6 +44,10 @@ class Linear:
         ``[out_size]`` in the weight's dtype, or None.
     gate_up
         The weight is ``[gate; up]`` and the product is ``silu(gate) * up``, half as wide.
+    exact
+        False lets cuBLAS multiply on CUDA where it is the faster: plain products and sums with a residual of more
+        than 1,024 rows in bfloat16 or float16 on Hopper, all products on other cards and in float32. Its bits may
+        follow from the number of rows. Results that are wider than the weight, and the CPU, are exact all the same.
 
     Raises
     ------
@@ -47,7 +55,9 @@ class Linear:
         The weight is no matrix, or ``gate_up`` and ``out_size`` is odd.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, gate_up: bool = False) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, gate_up: bool = False, exact: bool = True
+    ) -> None:
         if weight.dim() != 2 or (gate_up and weight.shape[0] % 2):
             raise ValueError(f"weight must be a matrix, of an even height for gate_up, not {list(weight.shape)}")
         self.out_size, self.in_size = weight.shape
@@ -55,9 +65,14 @@ class Linear:
         weight = weight.detach().contiguous()
         bias = None if bias is None else bias.detach().contiguous()
         epilogue = _C.EPILOGUE_SILU_MUL if gate_up else _C.EPILOGUE_NONE
-        self.compiled = not weight.is_cuda or _C.linear_supported(weight, epilogue)
-        self.num_chunks = _C.linear_chunks(weight, epilogue) if self.compiled and bias is None else 1
-        if gate_up and self.compiled:
+        self.num_chunks = _C.linear_chunks(weight, epilogue) if bias is None else 1
+        self.most_rows = sys.maxsize  # that our kernels multiply
+        if weight.is_cuda and not exact:
+            if not _C.linear_uses_wgmma(weight, epilogue):
+                self.most_rows = 0
+            elif not gate_up:  # beside it torch would need another pass for silu(gate) * up
+                self.most_rows = _MOST_ROWS_OF_OURS
+        if gate_up and self.most_rows > 0:
             weight = interleave_halves(weight)
             bias = None if bias is None else interleave_halves(bias)
         if not weight.is_cuda:
@@ -100,9 +115,9 @@ class Linear:
         """
         if out is not None and (self.gate_up or residual is not None):
             raise ValueError("out is for plain products, with neither gate_up nor a residual")
-        if not self.compiled:
-            y = self._with_torch(x, residual, out_dtype)
-            return y if out is None else out.copy_(y)
+        wider = (out_dtype if out is None else out.dtype) not in (None, x.dtype)
+        if x.shape[0] > self.most_rows and not wider:
+            return self._with_torch(x, residual, out)
         epilogue = _C.EPILOGUE_NONE
         if residual is not None:
             if self.gate_up:
@@ -113,11 +128,14 @@ class Linear:
             out = torch.empty((x.shape[0], self.out_size // 2), dtype=out_dtype or x.dtype, device=x.device)
         elif out is None:
             out = torch.empty((x.shape[0], self.out_size), dtype=out_dtype or x.dtype, device=x.device)
-        _C.linear(out, x, self.weight, self.out_size, self.bias, epilogue, self.num_chunks)
+        _C.linear(out, x, self.weight, self.out_size, self.bias, epilogue, self.num_chunks, None)
         return out
 
-    def begin(self, x: Tensor) -> Tensor:
+    def begin(self, x: Tensor, ahead: Tensor | None = None) -> Tensor:
         """Multiply rows, and leave the last additions to the kernel after it where that is faster.
+
+        ``ahead`` is memory that a product to come will read. For few rows it is asked into the card's cache while
+        this product waits for its input; it changes no result.
 
         Returns
         -------
@@ -128,28 +146,31 @@ class Linear:
         if not self._leaves_sums(x):
             return self(x)
         sums = torch.empty((self.num_chunks, x.shape[0], self.out_size), dtype=torch.float32, device=x.device)
-        _C.linear(sums, x, self.weight, self.out_size, None, _C.EPILOGUE_NONE, self.num_chunks)
+        ahead = ahead if x.shape[0] <= _MOST_ROWS_AHEAD else None
+        _C.linear(sums, x, self.weight, self.out_size, None, _C.EPILOGUE_NONE, self.num_chunks, ahead)
         return sums
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor | None:
+    def add_to(self, residual: Tensor, x: Tensor, ahead: Tensor | None = None) -> Tensor | None:
         """Add the product to ``residual``, in place, or return the sums that are still to be added to it.
 
         ``rms_norm`` takes what is returned as its ``partials``.
         """
         if self._leaves_sums(x):
-            return self.begin(x)
+            return self.begin(x, ahead)
         self(x, residual=residual)
         return None
 
     def _leaves_sums(self, x: Tensor) -> bool:
         return self.num_chunks > 1 and x.shape[0] <= _MOST_ROWS_IN_PARTS
 
-    def _with_torch(self, x: Tensor, residual: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    def _with_torch(self, x: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
+        if residual is not None and self.bias is None:
+            return residual.addmm_(x, self.weight.t())
         y = F.linear(x, self.weight, self.bias)
         if residual is not None:
             return residual.add_(y)
         if self.gate_up:
             out = torch.empty((y.shape[0], self.out_size // 2), dtype=y.dtype, device=y.device)
             _C.silu_mul(out, y)
-            y = out
-        return y if out_dtype is None else y.to(out_dtype)
+            return out
+        return y if out is None else out.copy_(y)

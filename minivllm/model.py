@@ -14,6 +14,9 @@ from minivllm.config import rope_cos_sin
 if TYPE_CHECKING:
     from minivllm.config import ModelConfig
 
+# Of a layer's gate_up that come into L2 early, where rows are few; its first rows wait in shared memory by then.
+_AHEAD_BYTES = 24 << 20
+
 
 @dataclass
 class Inputs:
@@ -56,6 +59,14 @@ class Layer:
     q_norm: Tensor | None
     k_norm: Tensor | None
 
+    @property
+    def ahead(self) -> Tensor | None:
+        """The rows of gate_up that its product reaches last, to come into L2 while attention runs."""
+        weight = self.gate_up.weight
+        if not weight.is_cuda:
+            return None
+        return weight[-(_AHEAD_BYTES // (weight.element_size() * weight.shape[1])) :]
+
 
 class Model:
     """Compute hidden states and logits of a Llama-family decoder.
@@ -67,20 +78,24 @@ class Model:
         By the loader's names. Emptied: the model keeps each weight in the layout that its device's kernels read.
     max_seq_len : int
         Positions that the rotary table covers.
+    exact : bool
+        Whether bits may not follow from the number of rows: see `minivllm.ops.Linear`.
     """
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], max_seq_len: int) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Tensor], max_seq_len: int, *, exact: bool = True
+    ) -> None:
         self.config = config
         self.embed = weights.pop("embed")
         self.device, self.dtype = self.embed.device, self.embed.dtype
         self.scale = config.head_dim**-0.5
-        self.layers = [self._layer(weights, f"layers.{i}.") for i in range(config.num_layers)]
+        self.layers = [self._layer(weights, f"layers.{i}.", exact) for i in range(config.num_layers)]
         self.norm = weights.pop("norm")
-        self.lm_head = ops.Linear(weights.pop("lm_head") if "lm_head" in weights else self.embed)
+        self.lm_head = ops.Linear(weights.pop("lm_head") if "lm_head" in weights else self.embed, exact=exact)
         self.cos_sin = rope_cos_sin(config, max_seq_len).to(self.device)
 
     @staticmethod
-    def _layer(weights: dict[str, Tensor], name: str) -> Layer:
+    def _layer(weights: dict[str, Tensor], name: str, exact: bool) -> Layer:
         def take(key: str) -> Tensor:
             return weights.pop(name + key)
 
@@ -89,11 +104,11 @@ class Model:
 
         return Layer(
             input_norm=take("input_norm"),
-            qkv=ops.Linear(take("qkv"), maybe("qkv_bias")),
-            o=ops.Linear(take("o"), maybe("o_bias")),
+            qkv=ops.Linear(take("qkv"), maybe("qkv_bias"), exact=exact),
+            o=ops.Linear(take("o"), maybe("o_bias"), exact=exact),
             post_norm=take("post_norm"),
-            gate_up=ops.Linear(take("gate_up"), gate_up=True),
-            down=ops.Linear(take("down")),
+            gate_up=ops.Linear(take("gate_up"), gate_up=True, exact=exact),
+            down=ops.Linear(take("down"), exact=exact),
             q_norm=maybe("q_norm"),
             k_norm=maybe("k_norm"),
         )
@@ -139,7 +154,7 @@ class Model:
                 x = self._decode(q, inputs.sample_slots, inputs.sample_lens, inputs, cache, i)
             else:
                 x = self._attention(q, inputs, cache, i)
-            pending = layer.o.add_to(residual, x.flatten(1))
+            pending = layer.o.add_to(residual, x.flatten(1), layer.ahead)
             x = ops.rms_norm(residual, layer.post_norm, config.rms_norm_eps, partials=pending)
             pending = layer.down.add_to(residual, layer.gate_up(x))
         return ops.rms_norm(residual, self.norm, config.rms_norm_eps, partials=pending)
@@ -149,7 +164,8 @@ class Model:
         if inputs.seq_slots is None:
             return self._decode(q, inputs.slots, inputs.sample_lens, inputs, cache, i)
         assert inputs.seq_lens is not None and inputs.q_starts is not None
-        run = ops.prefill_attention(
+        out = torch.empty_like(q)
+        ops.prefill_attention(
             q[d:],
             cache.kv[i],
             cache.block_table,
@@ -159,14 +175,24 @@ class Model:
             inputs.max_q_len,
             inputs.max_seq_len,
             self.scale,
+            out[d:],
         )
-        if d == 0:
-            return run
-        return torch.cat([self._decode(q[:d], inputs.slots[:d], inputs.sample_lens[:d], inputs, cache, i), run])
+        if d > 0:
+            self._decode(q[:d], inputs.slots[:d], inputs.sample_lens[:d], inputs, cache, i, out[:d])
+        return out
 
-    def _decode(self, q: Tensor, slots: Tensor, lens: Tensor, inputs: Inputs, cache: Cache, i: int) -> Tensor:
+    def _decode(
+        self,
+        q: Tensor,
+        slots: Tensor,
+        lens: Tensor,
+        inputs: Inputs,
+        cache: Cache,
+        i: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
         return ops.decode_attention(
-            q, cache.kv[i], cache.block_table, slots, lens, inputs.max_seq_len, self.scale, cache.workspace
+            q, cache.kv[i], cache.block_table, slots, lens, inputs.max_seq_len, self.scale, cache.workspace, out
         )
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from minivllm import ops
 from minivllm.batch import Batch, Ints
+from minivllm.graphs import Graph, Graphs
 from minivllm.model import Cache, Inputs, Model
 from minivllm.sampler import MAX_BIAS, NUM_SLOT_WORDS
 from minivllm.sequence import Sequence
@@ -21,7 +24,6 @@ if TYPE_CHECKING:
 
 _LOGITS_ROWS = 256  # rows of a prompt whose logits stand in memory at once
 _RING = 4  # host buffers in turn: a step's is written again after that step was collected
-_GRAPH_STEP = 8  # graphs hold 1, 2, 4, 8, then multiples of this many rows
 
 
 @dataclass
@@ -65,12 +67,6 @@ class Ticket:
         return float(self.started.elapsed_time(self.event)) / 1e3
 
 
-@dataclass
-class _Graph:
-    graph: torch.cuda.CUDAGraph
-    tokens: Tensor
-
-
 class Runner:
     """Own the device: model, KV cache, one row of state a slot, staging buffers, graphs.
 
@@ -98,7 +94,6 @@ class Runner:
         self.overlap = self.on_gpu  # the engine launches step t + 1 before it collects step t
         self.num_slots, self.max_seq_len = num_slots, max_seq_len
         self.vocab_size = config.vocab_size
-        self._use_graphs = cuda_graphs and self.on_gpu
         max_blocks = -(-max_seq_len // block_size)
         self.state = torch.zeros(num_slots, NUM_SLOT_WORDS + max_blocks, dtype=torch.int32, device=self.device)
         self.state[:, NUM_SLOT_WORDS:] = -1
@@ -120,12 +115,8 @@ class Runner:
         self._results = [torch.zeros(num_slots, dtype=torch.int32, pin_memory=self.on_gpu) for _ in range(_RING)]
         self._events = [(self._event(), self._event()) for _ in range(_RING if self.on_gpu else 0)]
         self._turn = 0
-        self._graphs: dict[int, _Graph] = {}  # by rows
-        self._graph_pool: Any = None
-        wide = (num_slots if self._use_graphs else 0, config.vocab_size)
-        self._logits = torch.empty(wide, dtype=torch.float32, device=self.device)  # of the graphs of all sizes
-        # Not torch's own, which all graphs of the process share, whatever their device.
-        self._capture_stream = torch.cuda.Stream(self.device) if self._use_graphs else None  # type: ignore[no-untyped-call]
+        use_graphs = cuda_graphs and self.on_gpu
+        self._graphs = Graphs(self.device, num_slots, config.vocab_size) if use_graphs else None
 
     # ---------------------------------------------------------------- a step
 
@@ -144,14 +135,15 @@ class Runner:
             started.record()
         for setup in batch.setups:
             self._set_up(setup.slot, setup.token_ids, setup.num_prompt_tokens, setup.uses_counts, setup.bias)
-        rows = self._graph_rows(batch.num_rows) if self._can_replay(batch) else batch.num_rows
-        inputs = self._send(batch, rows)
+        graph = None
+        if self._graphs is not None and batch.decode_only and not batch.host_rows:
+            graph = self._graphs.get(batch.num_rows, self._record)
+        inputs = self._send(batch, graph)
         errors: dict[int, Exception] = {}
         prompt_logprobs: list[PromptLogprobs] = []
-        if self._can_replay(batch):
-            graph = self._graph(rows)
+        if graph is not None:
             graph.graph.replay()
-            logits, tokens = self._logits[: batch.num_rows], graph.tokens[: batch.num_rows]
+            logits, tokens = graph.logits[: batch.num_rows], graph.tokens[: batch.num_rows]
         else:
             keep_all = bool(batch.prompt_logprobs)
             hidden = self.model.forward(inputs, self.cache, keep_all)
@@ -186,21 +178,22 @@ class Runner:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
-    def _send(self, batch: Batch, rows: int) -> Inputs:
-        view = self._views[self._turn]
+    def _send(self, batch: Batch, graph: Graph | None) -> Inputs:
+        """Copy a step's arrays to the device, to where its graph looks for them if it has one."""
+        view, rows = self._views[self._turn], batch.num_rows if graph is None else graph.rows
+        longest = int(batch.positions.max()) + 1
         need = batch.size(rows)
         if need > len(view):
             raise RuntimeError(f"a step of {need} words does not fit the staging buffer of {len(view)}")
         at = batch.pack(view, rows)
-        staged = self._staging
-        staged[: at[-1]].copy_(self._ring[self._turn][: at[-1]], non_blocking=True)
+        staged = self._staging[: at[-1]]
+        staged.copy_(self._ring[self._turn][: at[-1]], non_blocking=True)
+        parts = torch.split(staged, [end - start for start, end in itertools.pairwise(at)])
         if batch.updates:
-            ops.update_state(self.state, staged[at[9] : at[10]].view(-1, 2))
-        token_ids, positions, slots = (staged[at[i] : at[i + 1]] for i in range(3))
+            ops.update_state(self.state, parts[9].view(-1, 2))
+        token_ids, positions, slots, lens, sample_rows, sample_slots, seq_slots, seq_lens, starts, _ = parts
         if batch.decode_only:
-            lens = staged[at[3] : at[4]]
-            return Inputs(rows, token_ids, positions, slots, lens, slots, None, max_seq_len=self._bound(batch))
-        lens, sample_rows, sample_slots, seq_slots, seq_lens, starts = (staged[at[i] : at[i + 1]] for i in range(3, 9))
+            return Inputs(rows, token_ids, positions, slots, lens, slots, None, max_seq_len=longest)
         return Inputs(
             batch.num_decode,
             token_ids,
@@ -213,12 +206,8 @@ class Runner:
             seq_lens,
             starts,
             batch.max_q_len,
-            self._bound(batch),
+            longest,
         )
-
-    def _bound(self, batch: Batch) -> int:
-        """Return a bound for the step's lengths; a graph is captured once for all lengths, so it takes the limit."""
-        return self.max_seq_len if self._can_replay(batch) else int(batch.positions.max()) + 1
 
     def _sample(self, logits: Tensor, inputs: Inputs) -> Tensor:
         return ops.sample(
@@ -240,38 +229,12 @@ class Runner:
             into.copy_(values, non_blocking=True)
         return RowLogprobs(*host)
 
-    # ---------------------------------------------------------------- graphs
-
-    def _can_replay(self, batch: Batch) -> bool:
-        return self._use_graphs and batch.decode_only and not batch.host_rows
-
-    def _graph_rows(self, rows: int) -> int:
-        """Return the size of the graph that holds this many rows."""
-        padded = 1 << (rows - 1).bit_length() if rows < _GRAPH_STEP else -(-rows // _GRAPH_STEP) * _GRAPH_STEP
-        return min(padded, self.num_slots)
-
-    def _graph(self, rows: int) -> _Graph:
-        """Return the graph of a decode step of this many rows, captured when first needed."""
-        found = self._graphs.get(rows)
-        if found is not None:
-            return found
+    def _record(self, rows: int, logits: Tensor) -> Tensor:
+        """Run a decode step of this many rows as it is captured: its inputs lie where `_send` puts them."""
         token_ids, positions, slots, lens = (self._staging[i * rows : (i + 1) * rows] for i in range(4))
+        # A graph is captured once for all lengths, so it takes the limit.
         inputs = Inputs(rows, token_ids, positions, slots, lens, slots, None, max_seq_len=self.max_seq_len)
-        torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
-        before = torch.cuda.current_stream(self.device)
-        try:
-            with torch.cuda.graph(
-                graph, pool=self._graph_pool, stream=self._capture_stream, capture_error_mode="thread_local"
-            ):
-                logits = self.model.logits(self.model.forward(inputs, self.cache), self._logits[:rows])
-                tokens = self._sample(logits, inputs)
-        finally:
-            torch.cuda.set_stream(before)  # a capture that fails leaves the thread on its own stream
-        if self._graph_pool is None:
-            self._graph_pool = graph.pool()
-        self._graphs[rows] = _Graph(graph, tokens)
-        return self._graphs[rows]
+        return self._sample(self.model.logits(self.model.forward(inputs, self.cache), logits), inputs)
 
     # ---------------------------------------------------------------- what only some requests ask for
 
@@ -279,13 +242,13 @@ class Runner:
         self, slot: int, tokens: list[int], num_prompt: int, uses_counts: bool, bias: list[tuple[int, float, int]]
     ) -> None:
         if (uses_counts and self._counts is None) or (bias and self._bias is None):
-            self.drain()  # the graphs so far know neither
-            self._graphs, self._graph_pool = {}, None
+            self.drain()
+            if self._graphs is not None:
+                self._graphs.clear()  # they know neither
         if uses_counts:
             if self._counts is None:
                 self._counts = torch.zeros(self.num_slots, self.vocab_size, dtype=torch.int32, device=self.device)
-            ids = torch.tensor(tokens, dtype=torch.int32, device=self.device)
-            ops.count_tokens(self._counts[slot], ids, num_prompt)
+            ops.count_tokens(self._counts[slot], self._upload(tokens, torch.int32), num_prompt)
         if bias:
             if self._bias is None:
                 make = [torch.int32, torch.float32, torch.int32]
@@ -294,7 +257,11 @@ class Runner:
                 )
                 self._bias = (ids, values, until)
             for into, column in zip(self._bias, zip(*bias, strict=True), strict=True):
-                into[slot, : len(bias)] = torch.tensor(column, dtype=into.dtype, device=self.device)
+                into[slot, : len(bias)] = self._upload(column, into.dtype)
+
+    def _upload(self, values: Seq[float], dtype: torch.dtype) -> Tensor:
+        """Copy values to the device without waiting for what it is doing, as a copy of pageable memory would."""
+        return torch.tensor(values, dtype=dtype, pin_memory=self.on_gpu).to(self.device, non_blocking=True)
 
     def _prompt_logprobs(self, hidden: Tensor, sequence: Sequence, row: int, first: int, count: int) -> PromptLogprobs:
         """Compute log probabilities of the prompt tokens that follow the ``count`` tokens from ``first`` on."""
@@ -303,7 +270,7 @@ class Runner:
         out = PromptLogprobs(sequence, first + 1, tokens, [])
         top_n = sequence.params.prompt_logprobs or 0
         for at in range(0, len(tokens), _LOGITS_ROWS):
-            ids = torch.tensor(tokens[at : at + _LOGITS_ROWS], dtype=torch.int32, device=self.device)
+            ids = self._upload(tokens[at : at + _LOGITS_ROWS], torch.int32)
             logits = self.model.logits(hidden[row + at : row + at + len(ids)])
             out.rows.append(self._row_logprobs(logits, ids, top_n))
         return out
@@ -344,7 +311,6 @@ class Runner:
     def close(self) -> None:
         """Give all device memory back."""
         self.drain()
-        for graph in self._graphs.values():
-            graph.graph.reset()
-        self._graphs.clear()
+        if self._graphs is not None:
+            self._graphs.clear()
         self.__dict__.clear()

@@ -12,11 +12,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from minivllm.config import ModelConfig
+from minivllm.fingerprint import fingerprint
 from minivllm.intake import RequestMaker
 from minivllm.request import Logprob, Logprobs, SamplingParams, shown
 from minivllm.sequence import Request, Sequence
 
-_FORMAT = "minivllm-request-1"
+_FORMAT = "minivllm-request-2"
 _MAX_SAMPLE = 2**31 - 1 - 2**20  # an int32 on the device, with room for further branches
 
 
@@ -38,10 +40,19 @@ def _unpack(token: int, logprob: float, rank: int, text: str | None) -> tuple[in
     return token, Logprob(float(logprob), rank, text)
 
 
-def save(request: Request, path: Path, kv: Tensor | None) -> None:
+def origin(path: Path | None, config: ModelConfig, dtype: torch.dtype) -> dict[str, str]:
+    """Return what an engine must have in common with the one that saved a request; ``path`` is that of its model.
+
+    Tokens and KV of another model would be taken for its own, and those of another dtype go on otherwise than here.
+    """
+    model = "" if path is None else fingerprint(path, config)
+    return {"model": model, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def save(request: Request, path: Path, kv: Tensor | None, own: dict[str, str]) -> None:
     """Write a request that has not ended; ``kv`` is [layers, 2, kv heads, tokens, head_dim] or None for none yet.
 
-    The file appears whole or not at all.
+    ``own`` is the engine's `origin`. The file appears whole or not at all.
     """
     sequence = request.sequences[0]
     if request.params.n > 1:
@@ -66,7 +77,7 @@ def save(request: Request, path: Path, kv: Tensor | None) -> None:
         raise FileNotFoundError(f"{path} cannot be written: it is a directory, or is to be in one that does not exist")
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        save_file(tensors, partial, metadata={"format": _FORMAT, "request": json.dumps(state)})
+        save_file(tensors, partial, metadata={"format": _FORMAT, **own, "request": json.dumps(state)})
         os.replace(partial, path)
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
@@ -100,8 +111,19 @@ def _restore(make: RequestMaker, state: dict[str, Any], tokens: list[int]) -> Re
     return request
 
 
-def load(make: RequestMaker, path: Path, cache: Tensor) -> Request:
-    """Read a request for an engine whose KV cache is ``cache``; ValueError where it does not fit the model."""
+def _check_origin(metadata: dict[str, str], path: Path, own: dict[str, str]) -> None:
+    model, dtype = metadata.get("model", ""), metadata.get("dtype", "")
+    if model != own["model"]:
+        raise ValueError(
+            f"{path} was saved by an engine with another model: its fingerprint is {model[:12]}…, and that of this "
+            f"engine's is {own['model'][:12]}…"
+        )
+    if dtype != own["dtype"]:
+        raise ValueError(f"{path} was saved by an engine with dtype {dtype[:12]}, and this one has {own['dtype']}")
+
+
+def load(make: RequestMaker, path: Path, cache: Tensor, own: dict[str, str]) -> Request:
+    """Read a request for an engine of this `origin` whose KV cache is ``cache``; ValueError where it does not fit."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a file")
     try:
@@ -112,6 +134,7 @@ def load(make: RequestMaker, path: Path, cache: Tensor) -> Request:
         raise ValueError(f"{path} is not a saved request: {error}") from error
     if metadata.get("format") != _FORMAT:
         raise ValueError(f"{path} is not a saved request ({_FORMAT})")
+    _check_origin(metadata, path, own)
     try:
         request = _restore(make, json.loads(metadata["request"]), tensors["tokens"].tolist())
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -136,4 +159,5 @@ def load(make: RequestMaker, path: Path, cache: Tensor) -> Request:
         if not kv.isfinite().all():  # its blocks would serve other prompts that begin alike
             raise ValueError(f"{path} is damaged: its KV holds NaN or infinity")
         sequence.saved_kv = kv
+        sequence.count_prompt(kv.shape[3])  # neither computed here nor found in the prefix cache
     return request

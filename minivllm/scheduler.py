@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minivllm.batch import Batch, Flags, Ints
+from minivllm.batch import Batch, Ints
 from minivllm.block_pool import BlockPool
 from minivllm.sequence import Sequence
 from minivllm.stores import Stores, ceil_div
@@ -226,33 +226,39 @@ class Scheduler(Stores):
         A row is looked at where its token may end it, is its first, is missing (-1), or where its parameters ask for
         it. A row whose slot changed hands since the launch gets nothing.
         """
-        slots = batch.sample_slots
-        alive = self.epochs[slots] == batch.epochs
-        if not alive.all() or tokens.min(initial=0) < 0:
-            return self._apply_some(batch, tokens, alive)
-        for sequence, token in zip(batch.sequences, tokens.tolist(), strict=True):
-            sequence.tokens.append(token)
-        known = batch.sample_lens + 1
-        self.generated_tokens += len(tokens)
-        return self._find_looks(batch, tokens, known, alive)
+        d = batch.num_decode
+        looks = self._apply_decode(batch, tokens[:d]) if d else []
+        for r, token in enumerate(tokens[d:].tolist(), d):  # few, and each is the first of its sequence
+            sequence = batch.sequences[r]
+            if self.epochs[batch.sample_slots[r]] != batch.epochs[r]:
+                continue
+            if token >= 0:
+                sequence.tokens.append(token)
+                self.generated_tokens += 1
+            looks.append((r, sequence))
+        return looks
 
-    def _apply_some(self, batch: Batch, tokens: Ints, alive: Flags) -> list[tuple[int, Sequence]]:
-        """Do what `apply` does where a row changed hands or has no token."""
-        good = alive & (tokens >= 0)
-        for r in np.flatnonzero(good).tolist():
-            batch.sequences[r].tokens.append(int(tokens[r]))
-        self.generated_tokens += int(good.sum())
-        known = np.where(good, batch.sample_lens + 1, 0).astype(np.int32)
-        return self._find_looks(batch, tokens, known, alive)
-
-    def _find_looks(self, batch: Batch, tokens: Ints, known: Ints, alive: Flags) -> list[tuple[int, Sequence]]:
-        slots, size = batch.sample_slots, self.pool.block_size
+    def _apply_decode(self, batch: Batch, tokens: Ints) -> list[tuple[int, Sequence]]:
+        """Do what `apply` does for the rows that decode, which come first."""
+        d = len(tokens)
+        slots, known = batch.sample_slots[:d], batch.sample_lens[:d] + 1
+        alive = self.epochs[slots] == batch.epochs[:d]
+        if alive.all() and tokens.min() >= 0:
+            for sequence, token in zip(batch.sequences, tokens.tolist(), strict=False):
+                sequence.tokens.append(token)
+            self.generated_tokens += d
+        else:
+            good = alive & (tokens >= 0)
+            for r in np.flatnonzero(good).tolist():
+                batch.sequences[r].tokens.append(int(tokens[r]))
+            self.generated_tokens += int(good.sum())
+            known[~good] = 0
         look = (tokens[:, None] == self.ends[slots]).any(1)
         look |= known >= self.limit[slots]
         look |= tokens < 0
         if self.num_special:
             look |= self.special[slots]
-        look[batch.num_decode :] = True
+        size = self.pool.block_size
         for r in (known % size == 1 % size).nonzero()[0].tolist():
             if known[r] > 0:
                 self.register(batch.sequences[r], int(known[r]) - 1)

@@ -85,7 +85,9 @@ class Sequence:
     exception: BaseException | None = None
     text: TextState = field(init=False)
     saved_kv: Any = None  # KV to restore at admission, [layers, 2, kv heads, tokens, head_dim]
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # its stay in the slot began with
+    cached_at_first: int = 0  # its first stay
+    num_counted: int = 0  # prompt tokens that the engine's counters have
     max_blocks: int = 0
     preemptions: int = 0
     admitted_at: float = 0.0
@@ -115,6 +117,11 @@ class Sequence:
         if end <= self.prompt_len:
             return self.request.prompt_ids[first:end]
         return np.array(self.tokens[first:end], np.int32)
+
+    def count_prompt(self, end: int) -> int:
+        """Count the prompt's tokens before ``end``, each only once; return how many are new."""
+        before, self.num_counted = self.num_counted, max(self.num_counted, min(end, self.prompt_len))
+        return self.num_counted - before
 
     @property
     def num_output(self) -> int:
@@ -271,7 +278,7 @@ class Request:
             ttft=best.first_token_at - self.created_at if started else 0.0,
             total_time=best.ended_at - self.created_at,
             decode_tokens_per_s=max(drawn - 1, 0) / decode_time if started and decode_time > 0 else 0.0,
-            cached_tokens=best.cached_tokens,
+            cached_tokens=best.cached_at_first,
             max_blocks=max(s.max_blocks for s in self.sequences),
             preemptions=sum(s.preemptions for s in self.sequences),
         )

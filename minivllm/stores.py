@@ -101,6 +101,7 @@ class Stores:
         bisect.insort(self.prefilling, sequence, key=lambda s: s.order)
         if sequence.admitted_at == 0:
             sequence.admitted_at = time.perf_counter()
+            sequence.cached_at_first = sequence.cached_tokens
 
     def append_blocks(self, slot: int, blocks: Seq[int]) -> None:
         """Add blocks to the end of a slot's row."""
@@ -117,10 +118,7 @@ class Stores:
     def grow(self, sequence: Sequence, blocks: int, preempt: bool = True) -> bool:
         """Bring the row to ``blocks`` blocks; when the pool is dry the youngest gives way, itself at last."""
         while (missing := blocks - int(self.num_blocks[sequence.slot])) > 0:
-            taken: list[int] = []
-            while len(taken) < missing and (block := self.pool.allocate()) is not None:
-                taken.append(block)
-            if taken:
+            if taken := self.pool.take(missing):
                 self.append_blocks(sequence.slot, taken)
             elif not preempt:
                 raise IntegrityError("admission promised blocks that the pool does not have")

@@ -60,7 +60,11 @@ class BlockView:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Count since the engine was made; tokens and steps."""
+    """Count since the engine was made; tokens and steps.
+
+    Of the prompts, ``prompt_tokens`` were computed and ``cached_tokens`` found in the prefix cache. Both count a token
+    once a sample: what is computed again after a preemption is not counted again.
+    """
 
     steps: int = 0
     prompt_tokens: int = 0

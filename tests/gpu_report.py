@@ -1,7 +1,7 @@
 """Run the GPU tests and write down what came out, for the machines that have no card.
 
-``python tests/gpu_report.py`` runs them and writes tests/gpu_report.json; with ``--check`` it says whether
-that file is about the code as it is now.
+``python tests/gpu_report.py`` runs them, each file in a process of its own, and writes tests/gpu_report.json;
+with ``--check`` it says whether that file is about the code as it is now.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import hashlib
 import json
 import os
 import re
+import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -71,23 +74,48 @@ class Tally:
             self.counts[report.outcome] += 1
 
 
-def make_report() -> int:
-    """Run the tests marked gpu and write the report; return the exit status."""
-    os.environ[RUNNING] = "1"
-    before, tally = code_hash(), Tally()
+def run_tests(files: list[str], counts: Path) -> int:
+    """Run the GPU tests of some files here, write their counts; return the exit status."""
     # Warnings are errors with the pinned versions of pyproject.toml; the card's machine has its own.
+    tally = Tally()
+    status = int(pytest.main(["-m", "gpu", "-W", "default", *files], plugins=[tally]))
+    counts.write_text(json.dumps(tally.counts))
+    return status
+
+
+def run_apart(file: Path, folder: str) -> tuple[int, dict[str, int]]:
+    """Run one file's GPU tests in a process of its own and show what it printed; return its status and counts."""
+    counts = Path(folder, file.stem + ".json")
+    done = subprocess.run(
+        [sys.executable, __file__, "--run", str(file), "--counts", str(counts)],
+        env={**os.environ, RUNNING: "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    print(done.stdout, flush=True)
+    return done.returncode, json.loads(counts.read_text()) if counts.exists() else {"failed": 1}
+
+
+def make_report(jobs: int) -> int:
+    """Run the tests marked gpu, some files at a time, and write the report; return the exit status."""
+    before, total = code_hash(), Tally().counts
     # Only the files that hold GPU tests are read: the rest may need packages that are not there.
-    files = [str(path) for path in covered_files() if path.name.startswith("test_")]
-    options = ["-m", "gpu", "-W", "default", *files]
-    status = int(pytest.main(options, plugins=[tally]))
-    if not tally.counts["passed"]:
+    files = [path for path in covered_files() if path.name.startswith("test_")]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        results = list(pool.map(lambda file: run_apart(file, folder), files))
+    for _, counts in results:
+        for outcome, n in counts.items():
+            total[outcome] += n
+    status = max((code for code, _ in results if code != pytest.ExitCode.NO_TESTS_COLLECTED), default=1)
+    if not total["passed"]:
         print("No GPU test passed, so no report was written.", file=sys.stderr)
         return status or 1
     report = {
         "card": torch.cuda.get_device_name(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "torch": torch.__version__,
-        "counts": tally.counts,
+        "counts": total,
         "hash": before,
     }
     REPORT.write_text(json.dumps(report, indent=2) + "\n")
@@ -98,10 +126,16 @@ def make_report() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="only say whether the report is of this code")
-    if parser.parse_args().check:
+    parser.add_argument("--jobs", type=int, default=4, help="test files that run at the same time")
+    parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--counts", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.check:
         print(describe())
         return 0
-    return make_report()
+    if args.run:
+        return run_tests(args.run, args.counts)
+    return make_report(args.jobs)
 
 
 if __name__ == "__main__":

@@ -244,7 +244,8 @@ def test_a_long_prompt_does_not_stall_the_others(make):
     while not long.done:
         engine.step()
         steps += 1
-    assert engine.slots[0].num_tokens - before == steps == math.ceil(300 / 15), "a token a step all the while"
+    assert engine.slots[0].num_tokens - before == steps, "a token a step all the while"
+    assert steps == math.ceil(300 / 15) + engine._runner.overlap, "one more where the host learns late"
     talker.cancel()
 
 

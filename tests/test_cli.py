@@ -18,7 +18,7 @@ import torch
 from gguf_files import from_directory
 from tiny import tiny_model
 
-from minivllm import BatchEngine, SamplingParams, _extension, bench, cli, doctor
+from minivllm import BatchEngine, SamplingParams, _extension, bench, cli, doctor, intake
 from minivllm.commands.options import parse_bytes
 from minivllm.config import ModelConfig
 from minivllm.plan import make_plan
@@ -280,6 +280,34 @@ def test_bench_writes_figures(run, model, tmp_path, monkeypatch):
     figure = found["workloads"]["cpu_b1"]
     assert len(figure["runs"]) == 2 and figure["tok_s"] == pytest.approx(6 / figure["s"], rel=0.01)
     assert found["workloads"]["start"]["s"] > 0
+
+
+def test_bench_refuses_at_once_what_cannot_be_measured(run, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "run_minivllm", lambda *_, **__: 1 / 0)
+    file = tmp_path / "notes.txt"
+    file.write_text("no model")
+    cases = [(file, "is a file; a model is a directory"), (tmp_path, "no config.json"), ("/no/model", "no model")]
+    for path, said in cases:
+        assert said in refused(run("bench", path, "--device", "cpu"))
+    done = run("bench", model, "--device", "cpu", "--output", tmp_path)
+    assert f"--output {tmp_path} is a directory" in refused(done)
+
+
+def test_bench_measures_the_card_that_was_asked_for(run, model, monkeypatch):
+    cards, asked = {0: "NVIDIA T4", 1: "NVIDIA H200"}, []
+    monkeypatch.setattr(intake, "choose_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: cards[torch.device(device).index or 0])
+
+    def figures(path, names, runs, device, *_, **__):
+        asked.append((device, names))
+        return {}
+
+    monkeypatch.setattr(bench, "run_minivllm", figures)
+    found = json.loads(run("bench", model, "--device", "cuda:1", "--json").out)
+    assert found["card"] == "NVIDIA H200"
+    [(device, names)] = asked
+    assert device == "cuda:1" and names[0] == "latency_b1" and "cpu_b1" not in names
+    assert bench.machine_of("cuda:1") is bench.H200 and bench.machine_of("cuda:0") is None
 
 
 def test_a_random_model(run, tmp_path, monkeypatch):

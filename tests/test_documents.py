@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
@@ -17,6 +18,7 @@ import time
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 import openai
 import pytest
@@ -185,6 +187,40 @@ def test_every_picture_is_shown():
     for picture in (ROOT / "docs" / "images").iterdir():
         assert picture.name in pages, picture.name
         assert picture.stat().st_size < 400_000, picture.name
+
+
+def plot():
+    return runpy.run_path(str(ROOT / "docs" / "make_plot.py"))["render"]
+
+
+def test_the_benchmarks_picture_is_what_the_figures_say():
+    there = (ROOT / "docs" / "benchmarks.svg").read_text(encoding="utf-8")
+    assert there == plot()(), "docs/benchmarks.svg is stale: python docs/make_plot.py"
+    for page in ("README.md", "docs/benchmarks.md"):
+        assert "benchmarks.svg" in (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_the_picture_has_the_kernels_where_they_were_measured(tmp_path):
+    results = Path(shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "results"))
+    products = [
+        {"name": "qkv", "num_tokens": 1, "us": 5, "torch_us": 6},
+        {"name": "decode_step", "num_tokens": 1, "us": 700, "torch_us": 800},
+        {"name": "decode_step", "num_tokens": 256, "us": 1400, "torch_us": 1200},
+    ]
+    attention = [
+        {"name": "decode b1 c128", "us": 5, "tb_s": 0.1, "share": 0.1},
+        {"name": "prefill 1x8192", "us": 1500, "tflops": 360, "flash": 270, "cudnn": 430},
+        {"name": "prefill 1x4096 block 1", "us": 9000, "tflops": 170},
+    ]
+    figures = {"commit": "abc1234", "date": "2026-01-02", "linear": products, "attention": attention}
+    (results / "h200_kernels.json").write_text(json.dumps(figures))
+    elements = list(ElementTree.fromstring(plot()(results)).iter())
+    words = [e.text for e in elements if e.text]
+    for said in ("700 µs, cuBLAS 800 µs", "1.40 ms, cuBLAS 1.20 ms", "1.50 ms, flash 2.00 ms", "1.26 ms", "1 × 8,192"):
+        assert said in words
+    assert "its kernels at abc1234" in words[-1]
+    edges = [float(e.get("x")) + float(e.get("width")) for e in elements if e.tag.endswith("rect")]
+    assert max(edges) == edges[0] == 900, "no bar leaves the picture"
 
 
 def test_the_api_reference_is_what_the_docstrings_say():

@@ -33,14 +33,17 @@ def test_generate_gives_one_answer_a_prompt_in_order(engine):
     assert [(g.index, g.token_ids, g.text) for g in again] == [(g.index, g.token_ids, g.text) for g in answers]
 
 
-@pytest.mark.parametrize("prompt", ["hello", [5, 6, 7], (5, 6, 7), np.array([5, 6, 7]), torch.tensor([5, 6, 7])])
+ARRAYS = [np.array([5, 6, 7]), np.array([5, 6, 7], np.uint8), list(np.array([5, 6, 7])), torch.tensor([5, 6, 7])]
+
+
+@pytest.mark.parametrize("prompt", ["hello", [5, 6, 7], (5, 6, 7), [5, np.int32(6), 7], *ARRAYS])
 def test_one_prompt_may_stand_alone(engine, prompt):
     [alone] = engine.generate(prompt, greedy(3))
     [listed] = engine.generate([prompt], greedy(3))
     assert alone.token_ids == listed.token_ids and len(alone.token_ids) == 3
     assert alone.prompt == ("hello" if isinstance(prompt, str) else None)
     ids = engine.tokenizer.encode("hello") if isinstance(prompt, str) else [5, 6, 7]
-    assert alone.prompt_token_ids == ids
+    assert alone.prompt_token_ids == ids and {type(i) for i in alone.prompt_token_ids} == {int}
 
 
 def test_text_and_ids_mix_and_none_is_none(engine):
@@ -68,7 +71,10 @@ def test_params_are_as_many_as_prompts(engine):
     assert engine.stats.requests == 0
 
 
-@pytest.mark.parametrize("prompts", [None, 7, b"x", {"a": 1}, [None], [[1.5]], [["a"]], [[True]], np.array([1.5, 2.0])])
+NO_IDS = [[1.5], ["a"], [True], [5, True], [5, 6.0], [5, "6"], [5, None], [5, [6]], [5, object()], [5, b"6", 2**40]]
+
+
+@pytest.mark.parametrize("prompts", [None, 7, b"x", {"a": 1}, [None], np.array([1.5, 2.0]), *([ids] for ids in NO_IDS)])
 def test_what_is_no_prompt_is_a_type_error(engine, prompts):
     with pytest.raises(TypeError):
         engine.generate(prompts)

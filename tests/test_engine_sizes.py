@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
 from dataclasses import replace
 
@@ -48,6 +50,35 @@ def test_close_ends_everything(path, device):
             call()
     handles[0].cancel()
     stream.close()
+
+
+def test_what_there_was_can_be_read_after_the_close(path, device):
+    with tiny_engine(path, device) as engine:
+        [want] = engine.generate(P[1], greedy(6))
+        ended, cut, begun = (engine.submit(P[1], greedy(n)) for n in (6, 40, 40))
+        assert ended.result().text == want.text
+        reader = iter(begun)
+        first = next(reader)
+    assert [d.token_ids for d in ended] == [want.token_ids]
+    assert "".join(d.text for d in ended) == want.text
+    for deltas in (list(cut), [first, *reader]):
+        assert deltas[-1].finish_reason == "cancelled"
+        tokens = [token for delta in deltas for token in delta.token_ids]
+        assert tokens[: len(want.token_ids)] == want.token_ids[: len(tokens)] != []
+
+
+@pytest.mark.parametrize("read", [lambda handle: list(handle)[-1], lambda handle: handle.result()])
+def test_a_thread_that_waits_while_another_closes_comes_to_the_end(read):
+    engine, reasons = fake_engine(), []
+    handle = engine.submit([1, 2], greedy(9))
+    thread = threading.Thread(target=lambda: reasons.append(read(handle).finish_reason))
+    with engine._lock:
+        thread.start()
+        while not engine._lock._waiters:
+            time.sleep(0.001)
+        engine.close()
+    thread.join(30)
+    assert reasons == ["cancelled"]
 
 
 def test_with_closes_also_on_the_way_out_of_an_error(path, device):

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from engines import assert_empty, fake_engine, greedy, tiny_engine
+from gguf_files import from_directory
+from tiny import tiny_model
 
+from minivllm import saving
+from minivllm.config import ModelConfig
+from minivllm.fingerprint import fingerprint
+from minivllm.gguf import GGUFFile
 from minivllm.request import (
     IntegrityError,
 )
@@ -110,14 +119,92 @@ def test_load_uses_the_kv_of_the_file(path, device, tmp_path):
     with tiny_engine(path, device) as other:
         handle = other.load(tmp_path / "one.safetensors")
         other.step()
-        assert other.stats.prompt_tokens == 1, "one token was computed, the rest came from the file"
+        assert other.slots[0].phase == "decode"
+        assert other.stats.prompt_tokens == 0, "only the answer's last token was computed, the rest came from the file"
         handle.cancel()
+
+
+def saved_by(path, file, **options):
+    """Save a request of an engine on the model at ``path``, after four steps or, with ``steps``, as many."""
+    steps = options.pop("steps", 4)
+    with tiny_engine(path, **options) as engine:
+        handle = engine.submit(P[1], greedy(9))
+        for _ in range(steps):
+            engine.step()
+        handle.save(file)
+        return handle.result()
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+@pytest.mark.parametrize("change", ["all", "one weight", "config", "dtype"])
+def test_a_request_of_another_model_is_refused(path, tmp_path, change, steps):
+    from safetensors.torch import load_file, save_file
+
+    other, options = tmp_path / "other", {}
+    shutil.copytree(path, other)
+    if change == "all":
+        tiny_model(other, seed=5)
+    elif change == "one weight":  # as tuning of some layers would leave it: the embedding and the norms are the same
+        weights = load_file(other / "model.safetensors")
+        weights["model.layers.1.self_attn.v_proj.weight"] *= 1.01
+        save_file(weights, other / "model.safetensors")
+    elif change == "config":
+        config = json.loads((other / "config.json").read_text())
+        (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.25}))
+    else:
+        options["dtype"] = "bfloat16"
+    saved_by(path, tmp_path / "one", steps=steps)
+    with tiny_engine(other, **options) as engine:
+        words = "dtype float32, and this one has bfloat16" if change == "dtype" else "another model"
+        with pytest.raises(ValueError, match=words) as refused:
+            engine.load(tmp_path / "one")
+        assert str(tmp_path / "one") in str(refused.value)
+        assert_empty(engine)
+
+
+def test_a_copy_of_the_model_in_shards_takes_a_request(path, tmp_path):
+    """What makes no difference to the answers: where the files are, how they are cut, what the config says of ends."""
+    from transformers import AutoModelForCausalLM
+
+    other = tmp_path / "other"
+    shutil.copytree(path, other)
+    (other / "model.safetensors").unlink()
+    AutoModelForCausalLM.from_pretrained(path, dtype="auto").save_pretrained(other, max_shard_size="100KB")
+    assert len(list(other.glob("*.safetensors"))) > 1
+    config = json.loads((path / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "eos_token_id": [3, 5], "max_position_embeddings": 300}))
+    want = saved_by(path, tmp_path / "one")
+    with tiny_engine(other) as engine:
+        assert engine.load(tmp_path / "one").result().token_ids == want.token_ids
+
+
+def test_the_fingerprint_is_made_when_first_needed_and_once(path, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(saving, "fingerprint", lambda *args: calls.append(args) or "f" * 64)
+    with tiny_engine(path) as engine:
+        handle = engine.submit(P[1], greedy(9))
+        engine.step(), engine.step()
+        assert calls == []
+        handle.save(tmp_path / "one"), handle.save(tmp_path / "two")
+        assert engine.load(tmp_path / "one").result().token_ids == handle.result().token_ids
+    assert len(calls) == 1
+
+
+def test_the_fingerprint_of_a_gguf_file(path, tmp_path):
+    file, other = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    from_directory(file, path, "llama")
+    content = bytearray(file.read_bytes())
+    config = ModelConfig.from_dir(file)
+    assert fingerprint(file, config) == fingerprint(Path(shutil.copy(file, other)), config)
+    tensor = GGUFFile(file).tensors["blk.1.ffn_up.weight"]
+    for at in range(tensor.offset, tensor.offset + 4096):
+        content[at] ^= 1
+    other.write_bytes(content)
+    assert fingerprint(file, config) != fingerprint(other, config)
 
 
 def harmed(tensors, metadata):
     """Yield files that are like a saved request, and are none."""
-    import json
-
     state = json.loads(metadata["request"])
     yield {**tensors, "kv": tensors["kv"][:1]}, metadata
     yield {**tensors, "kv": tensors["kv"].double()}, metadata
@@ -198,6 +285,18 @@ def test_stats_count(engine):
     [g] = engine.generate(P[1], greedy(3))
     assert g.stats.cached_tokens == 4 and engine.stats.cached_tokens == 4
     assert 0 < g.stats.ttft <= g.stats.total_time and g.stats.max_blocks == 3
+
+
+def test_stats_count_a_prompt_once_however_often_it_is_computed():
+    engine = fake_engine(num_slots=3, num_blocks=7, max_step_tokens=5)
+    prompts = [[1 + i, *range(2, 12)] for i in range(3)]
+    handles = [engine.submit(p, greedy(9)) for p in prompts]
+    answers = [h.result() for h in handles]
+    assert engine.stats.preemptions > 0
+    assert engine.stats.prompt_tokens == 33 and engine.stats.cached_tokens == 0
+    assert [g.stats.cached_tokens for g in answers] == [0, 0, 0], "what it computed itself before it was sent back"
+    engine.generate(prompts[-1], greedy(1))
+    assert engine.stats.prompt_tokens + engine.stats.cached_tokens == 44
 
 
 @pytest.mark.parametrize(

@@ -107,10 +107,10 @@ def test_answers_do_not_depend_on_when_others_come(path, device, dtype, alone):
         assert_empty(engine)
 
 
-def attention_by_batch(q, kv, table, slots, lens, max_seq_len, scale, workspace):
+def attention_by_batch(q, kv, table, slots, lens, max_seq_len, scale, workspace, out=None):
     """Attend in float32, in splits whose length follows from the number of rows: right, but not always the same."""
     split = 3 + 2 * len(slots)
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     size, heads = kv.shape[3], q.shape[1] // kv.shape[2]
     for row, (slot, length) in enumerate(zip(slots.tolist(), lens.tolist(), strict=True)):
         blocks = table[slot, : -(-length // size)].long()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import guards
 import pytest
+import torch
 from engines import assert_empty, fake_answer, fake_engine, greedy
 
 pytestmark = pytest.mark.time_limit(30)
@@ -108,14 +109,22 @@ def check_whole_hit():
 
 def check_failing_step():
     """A step that fails gives everything back, and the cache that it may have half written is forgotten."""
-    engine = fake_engine(num_slots=2, block_size=2)
-    engine.submit(P[3], greedy(4)), engine.submit(P[2], greedy(4))
-    engine._runner.model.before = lambda: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        engine.step()
-    engine._runner.model.before = None
-    assert_empty(engine)
-    answer_right(engine, [P[3]], greedy(4))
+    for late in (False, True):
+        engine = fake_engine(num_slots=2, block_size=2)
+        engine.submit(P[3], greedy(4)), engine.submit(P[2], greedy(4))
+        runner = engine._runner
+        if late:  # as a card does: what it did not write is told when its tokens are wanted
+            runner.model.forward = lambda inputs, *_: torch.zeros(len(inputs.sample_lens), 1)
+            runner.collect = lambda ticket: 1 / 0
+        else:
+            runner.model.before = lambda: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+        runner.model.before = None
+        if late:
+            del runner.model.forward, runner.collect
+        assert_empty(engine)
+        answer_right(engine, [P[3]], greedy(4))
 
 
 def check_interrupted_inbox():

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pickle
-import signal
 import struct
 import threading
 
@@ -255,33 +253,6 @@ def test_a_repair_that_fails_is_reported_and_made_up_for(monkeypatch):
         assert len(other.result().token_ids) == 4
         assert handle.result().finish_reason == "cancelled"
         assert_empty(engine)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_is_told_that_the_engine_is_not_its_own():
-    engine = fake_engine()
-    read, write = os.pipe()
-    assert engine._lock.acquire()  # as another thread may hold it at the fork
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        told = 0
-        for call in (lambda: engine.generate([[1]]), engine.step, lambda: engine.slots, engine.close):
-            try:
-                call()
-            except RuntimeError as error:
-                told += "spawn" in str(error)
-        engine.__del__()
-        os.write(write, bytes([told]))
-        os._exit(0)
-    engine._lock.release()
-    assert os.waitpid(child, 0)[1] == 0
-    assert os.read(read, 1) == b"\x04"
-    os.close(read)
-    os.close(write)
-    engine.generate([[1]], greedy(2))
-    assert_empty(engine)
-    engine.close()
 
 
 # -------------------------------------------------------------------- the files of a model

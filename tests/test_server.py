@@ -385,12 +385,17 @@ def test_models_and_health(served, client):
 
 
 def test_metrics_count(model):
+    prompt = "the quick brown fox " * 9  # more than a block, so that the second is found in the cache
     with server(model) as served:
         for _ in range(2):
-            assert served.post("/v1/completions", {"prompt": "hello", "max_tokens": 3, **ENDLESS}).is_success
+            assert served.post("/v1/completions", {"prompt": prompt, "max_tokens": 3, **ENDLESS}).is_success
         text = httpx.get(f"{served.base}/metrics").text
     labels = '{model_name="tiny"}'
     assert f"vllm:generation_tokens_total{labels} 6.0" in text
+    length = len(served.engine.tokenizer.encode(prompt))
+    assert f"vllm:prompt_tokens_total{labels} {2 * length}.0" in text
+    assert f"vllm:prefix_cache_queries_total{labels} {2 * length}.0" in text
+    assert f"vllm:prefix_cache_hits_total{labels} {(length - 1) // 16 * 16}.0" in text
     assert f"vllm:num_requests_running{labels} 0.0" in text
     assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"} 2.0' in text
     assert f"vllm:time_to_first_token_seconds_count{labels} 2.0" in text
@@ -413,8 +418,8 @@ def test_an_error_half_way_is_told_and_its_details_are_logged(model, monkeypatch
                 client.completions.create(model="tiny", prompt="hello", extra_body=ENDLESS)
             steps = iter(range(1000))
             with pytest.raises(openai.APIError, match="see the server's log") as streamed:
-                for chunk in client.completions.create(model="tiny", prompt="hello", stream=True, extra_body=ENDLESS):
-                    ids.append(chunk.id)
+                how = {"model": "tiny", "prompt": "hello", "extra_body": ENDLESS}
+                ids.extend(chunk.id for chunk in client.completions.create(stream=True, **how))
         for error in (whole.value, streamed.value):
             assert error.code == "internal_error" and secret not in str(error)
             ids.append(re.search(r"cmpl-\w+", str(error))[0])
@@ -429,7 +434,8 @@ def test_a_fault_of_the_server_is_logged_and_not_told(model, monkeypatch, caplog
         answer = served.post("/v1/completions", {"prompt": "hello", "max_tokens": 2})
     error = answer.json()["error"]
     assert answer.status_code == 500 and error["code"] == "internal_error" and "division" not in error["message"]
-    assert f"{re.search(r'req-[0-9a-f]+', error['message'])[0]} failed: ZeroDivisionError: division by zero" in caplog.text
+    found = re.search(r"req-[0-9a-f]+", error["message"])[0]
+    assert f"{found} failed: ZeroDivisionError: division by zero" in caplog.text
 
 
 # ---------------------------------------------------------------- coming and going

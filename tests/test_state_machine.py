@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from minivllm.request import RequestError, SamplingParams
 
 SEED = int(os.environ.get("STATE_MACHINE_SEED", "20"))
-EXAMPLES = int(os.environ.get("STATE_MACHINE_EXAMPLES", "500"))
+EXAMPLES = int(os.environ.get("STATE_MACHINE_EXAMPLES", "540"))
 MAX_SEQ_LEN = 40
 WHERE = [
     "_runner.model.forward",
@@ -36,6 +36,7 @@ WHERE = [
     "_scheduler.grow",
     "_scheduler.register",
     "_scheduler.pool.allocate",
+    "_scheduler.pool.take",
     "_scheduler.pool.release",
     "_scheduler.pool.share",
     "_take_inbox",

@@ -1,5 +1,6 @@
-// out = x W^T with bias, residual or SiLU: which instance runs for a shape. The kernel and why its
-// results do not depend on the choice: gemm_sm90.cuh.
+// out = x W^T with bias, residual or SiLU: which kernel runs for a shape, and which instance of
+// that for Hopper. The kernels and why their results do not depend on the number of tokens:
+// gemm_sm90.cuh, gemm_mma.cu, gemm_simt.cu.
 #include <algorithm>
 
 #include "common.cuh"
@@ -64,11 +65,13 @@ double predicted_clocks(const LinearParams& p, const GemmConfig& config, int num
   constexpr double kTileClocks = 1500, kColumnClocks = 2;  // to start, drain and store a tile
   constexpr double kStepRowBytes = 32;
   constexpr double kMerged = 0.25;  // requests for the same tokens of all SMs that L2 sees
-  const double columns = config.columns, tokens = config.warpgroups * kTileTokens;
+  const double columns = config.columns;
+  const double tokens =
+      static_cast<double>(std::min<int64_t>(config.warpgroups * kTileTokens, p.num_tokens));
   const bool share_tokens = config.sharing == Sharing::kTokens;
   const bool share_weights = config.sharing == Sharing::kWeights;
   const int64_t token_tiles =
-      ceil_div(ceil_div(p.num_tokens, static_cast<int64_t>(tokens)), share_weights ? 2 : 1) *
+      ceil_div(ceil_div(p.num_tokens, config.warpgroups * kTileTokens), share_weights ? 2 : 1) *
       (share_weights ? 2 : 1);
   const int64_t column_tiles =
       ceil_div(ceil_div(p.n, config.columns), share_tokens ? 2 : 1) * (share_tokens ? 2 : 1);
@@ -114,7 +117,11 @@ GemmConfig config_for_many_tokens(const LinearParams& p, int num_sms) {
       if (p.num_tokens > 2 * kTileTokens) consider(2, columns, Sharing::kWeights);
       consider(2, columns, Sharing::kTokens);
     }
-    consider(1, 64, Sharing::kNone);
+    for (const int columns : {128, 64}) {
+      consider(1, columns, Sharing::kNone);
+      consider(1, columns, Sharing::kTokens);
+      consider(1, columns, Sharing::kWeights);
+    }
     best.stage_blocks = 1;
     best.sums = true;
     return best;
@@ -137,6 +144,14 @@ GemmConfig config_for_many_tokens(const LinearParams& p, int num_sms) {
   return best;
 }
 
+bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+bool wgmma_takes_weight(const LinearParams& p) {
+  return (p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16) && p.n % 8 == 0 &&
+         p.k % kBlock == 0 && p.n > 0 && p.k > 0 && aligned(p.weight) && aligned(p.bias) &&
+         compute_capability() == 90;
+}
+
 }  // namespace
 
 GemmConfig choose_gemm_config(const LinearParams& p, int num_sms) {
@@ -154,23 +169,28 @@ int64_t linear_chunks(int64_t n, int64_t k, Epilogue epilogue) {
   return epilogue != Epilogue::kSiluMul && n <= kNarrow && fits ? kChunks : 1;
 }
 
-bool linear_supported(const LinearParams& p) {
-  const auto aligned = [](const void* pointer) {
-    return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
-  };
+bool linear_uses_wgmma(const LinearParams& p) {
   const bool is_float = p.out_dtype == DType::kFloat32;
-  return (p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16) &&
-         (p.out_dtype == p.dtype || (is_float && p.epilogue == Epilogue::kNone)) && p.n % 8 == 0 &&
-         p.k % kBlock == 0 && p.n > 0 && p.k > 0 && p.x_stride % 8 == 0 && p.out_stride % 8 == 0 &&
-         aligned(p.x) && aligned(p.weight) && aligned(p.out) && aligned(p.bias) &&
-         compute_capability() == 90;
+  return wgmma_takes_weight(p) &&
+         (p.out_dtype == p.dtype || (is_float && p.epilogue == Epilogue::kNone)) &&
+         p.x_stride % 8 == 0 && p.out_stride % 8 == 0 && aligned(p.x) && aligned(p.out);
 }
 
 void linear(const LinearParams& p, Stream stream) {
-  if (p.num_tokens == 0) return;
+  if (p.num_tokens == 0 || p.n == 0) return;
   if (p.num_chunks != 1 && p.num_chunks != linear_chunks(p.n, p.k, p.epilogue))
     throw std::invalid_argument("linear: a shape has one number of chunks");
-  if (!linear_supported(p)) throw std::invalid_argument("linear: no kernel for this shape");
+  const bool rounded = p.out_dtype == p.dtype;
+  if (!rounded && (p.out_dtype != DType::kFloat32 || p.epilogue != Epilogue::kNone))
+    throw std::invalid_argument("linear: only a plain product leaves in another dtype");
+  if (!linear_uses_wgmma(p)) {
+    if (p.partials != nullptr) throw std::invalid_argument("linear: no kernel leaves these sums");
+    if (p.dtype == DType::kFloat32) return launch_gemm_simt(p, stream);
+    // Where it is only x or out that stands in the way, the chains are those of other calls.
+    constexpr int kParts = 4;
+    const int parts = wgmma_takes_weight(p) ? static_cast<int>(p.num_chunks) : kParts;
+    return launch_gemm_mma(p, parts, stream);
+  }
   const GemmConfig config = choose_gemm_config(p, num_sms());
   if (p.dtype == DType::kBFloat16) return launch_gemm_bf16(p, config, stream);
   launch_gemm_fp16(p, config, stream);

@@ -1,5 +1,6 @@
-// Which instance of the matrix product runs, and with what ring. Nothing here changes a result:
-// every instance walks the same chains of k16 steps over the same chunks of K for each output.
+// Which matrix product runs: that for Hopper (gemm_sm90.cuh) in one of its instances, or those for
+// every card. Nothing of a config changes a result: every instance walks the same chains of k16
+// steps over the same chunks of K for each output.
 #pragma once
 
 #include "../kernels.h"
@@ -23,5 +24,8 @@ GemmConfig choose_gemm_config(const LinearParams& p, int num_sms);
 
 void launch_gemm_bf16(const LinearParams& p, const GemmConfig& config, Stream stream);
 void launch_gemm_fp16(const LinearParams& p, const GemmConfig& config, Stream stream);
+// bfloat16 and float16: a chain over each of num_parts parts of K, at most 4.
+void launch_gemm_mma(const LinearParams& p, int num_parts, Stream stream);
+void launch_gemm_simt(const LinearParams& p, Stream stream);  // float32
 
 }  // namespace minivllm::cuda

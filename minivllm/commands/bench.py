@@ -14,12 +14,17 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, and write down."""
     if args.runs < 1:
         raise ValueError(f"--runs must be at least 1, not {args.runs}")
+    if args.output is not None and Path(args.output).is_dir():
+        raise ValueError(f"--output {args.output} is a directory, and a file is wanted")
     from minivllm import bench
+    from minivllm.config import ModelConfig
+    from minivllm.loader import resolve_model
     from minivllm.random_model import model_path
 
     device = check_device(args.device)
     names = bench.choose(args.workloads, device)
-    path = model_path(args.model)
+    path = str(resolve_model(model_path(args.model)))
+    ModelConfig.from_dir(path)  # what is no model is refused here, not by the process whose start is measured
     if not args.json:
         print(bench.TABLE_HEAD, flush=True)
 
@@ -27,8 +32,8 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(bench.line(name, figure), flush=True)
 
-    figures = bench.run_minivllm(path, names, args.runs, device, told)
-    result = bench.header("minivllm", args.model, device, args.commit)
+    figures = bench.run_minivllm(path, names, args.runs, device, told, exact=args.exact)
+    result = bench.header(bench.engine_name(args.exact), args.model, device, args.commit)
     result["workloads"] = figures
     if args.json:
         print(json.dumps(result, indent=2))

@@ -79,14 +79,25 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--no-cuda-graphs", dest="cuda_graphs", action="store_false", help="launch every kernel by itself"
     )
+    add_exact(group)
+
+
+def add_exact(parser: argparse._ActionsContainer) -> None:
+    """Add the flag that gives exactness up."""
+    parser.add_argument(
+        "--no-exact",
+        dest="exact",
+        action="store_false",
+        help="let cuBLAS multiply where it is faster; answers may then depend on the batch (no effect on the CPU)",
+    )
 
 
 def check_device(device: str | None) -> str:
-    """Return "cpu" or "cuda"; ValueError for a device that is not here."""
+    """Return the device's full name, "cpu" or such as "cuda:0"; ValueError for one that is not here."""
     from minivllm.intake import choose_device
 
     try:
-        return choose_device(device).type
+        return str(choose_device(device))
     except RuntimeError as error:
         raise ValueError(str(error)) from None
 
@@ -107,6 +118,7 @@ def make_engine(args: argparse.Namespace, progress: bool = False, **defaults: An
         "max_step_tokens",
         "prefix_caching",
         "cuda_graphs",
+        "exact",
     ]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return BatchEngine(args.model, progress=progress, **{**defaults, **given})

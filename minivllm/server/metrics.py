@@ -46,7 +46,11 @@ class _EngineCollector(Collector):
             ),
         ]
         counters = [
-            ("vllm:prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
+            (
+                "vllm:prompt_tokens",
+                "Prompt tokens computed or found in the prefix cache.",
+                stats.prompt_tokens + stats.cached_tokens,
+            ),
             ("vllm:generation_tokens", "Tokens generated.", stats.generated_tokens),
             ("vllm:num_preemptions", "Requests sent back to the queue.", stats.preemptions),
             (

@@ -29,7 +29,7 @@ INSTANCES = [
     *[(2, n, 1, 2) for n in (32, 64, 96, 128, 192, 256)],
 ]
 # Those that walk all chunks of K and add up: warpgroups, columns, CTAs of a cluster.
-SUMS = [(1, 64, 1), (2, 128, 1), (2, 192, 1), (2, 128, 2), (2, 192, 2)]
+SUMS = [(1, 64, 1), (1, 64, 2), (1, 128, 1), (1, 128, 2), (2, 128, 1), (2, 192, 1), (2, 128, 2), (2, 192, 2)]
 WRAPPER = """
 #include <cstdio>
 #include "{root}/csrc/cuda/common.cuh"
@@ -43,7 +43,7 @@ extern "C" int gemm(void* out, const void* x, const void* weight, const void* bi
                     static_cast<DType>(out_dtype), num_chunks, parts}};
   try {{
     const Stream s = static_cast<Stream>(stream);
-    if (!cuda::linear_supported(p)) return 2;
+    if (!cuda::linear_uses_wgmma(p)) return 2;
     if (config == nullptr) {{ cuda::linear(p, s); return 0; }}
     const cuda::GemmConfig c = {{config[0], config[1], config[2], config[3],
                                 static_cast<cuda::Sharing>(config[4]), config[5] != 0}};
@@ -181,8 +181,7 @@ def check_shape(gemm: Gemm, n: int, k: int, dtype: torch.dtype, tokens: list[int
                 for i in INSTANCES
                 for ring in (192, 90)
                 for sharing in ((0,) if i[3] == 1 else (1, 2))
-                if (k // 64) % i[2] == 0 and (i[0] == 1 or m > 64)
-                if not (sharing == 1 and i[2] == 1 and m <= 8)
+                if (k // 64) % i[2] == 0
             ]
         for config in configs:
             where = f"n={n} k={k} m={m} {dtype} {config}"
@@ -240,8 +239,6 @@ def check_chunks(gemm: Gemm, n: int, k: int, dtype: torch.dtype, tokens: list[in
             assert torch.equal(rounded, y.to(dtype)), f"rounded {where}"
             checks += 2
         for config in [None, *in_parts]:
-            if config is not None and ((config[0] == 2 and m <= 64) or (config[4] == 1 and config[2] == 1 and m <= 8)):
-                continue
             buffer = torch.full((num_chunks + 1, m, n), torch.nan, device="cuda")
             gemm(buffer[:num_chunks], x, weight, config=config, num_chunks=num_chunks)
             total = buffer[0]
@@ -265,8 +262,8 @@ def main() -> None:
     for n, k in ((576, 576), (960, 576), (3072, 576), (576, 1536), (49152, 576), (16, 64), (1008, 192)):
         checks += check_shape(gemm, n, k, torch.bfloat16, [1, 7, 33, 65, 200, 512], instances=False)
     for dtype in (torch.bfloat16, torch.float16):
-        checks += check_shape(gemm, 1008, 1024, dtype, [1, 9, 31, 64, 65, 129, 300], instances=True)
-        checks += check_shape(gemm, 4096, 512, dtype, [3, 64, 700], instances=True)
+        checks += check_shape(gemm, 1008, 1024, dtype, [1, 9, 31, 40, 64, 65, 129, 300], instances=True)
+        checks += check_shape(gemm, 4096, 512, dtype, [3, 57, 700], instances=True)
     for dtype in (torch.bfloat16, torch.float16):
         checks += check_chunks(gemm, 3072, 2048, dtype, [1, 9, 64, 65, 130, 256, 300, 2048])
         checks += check_chunks(gemm, 2048, 8192, dtype, [1, 8, 17, 64, 128, 200, 1000])

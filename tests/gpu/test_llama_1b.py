@@ -167,12 +167,13 @@ def test_the_check_sees_a_product_that_depends_on_the_batch(
 ) -> None:
     whole = ops.Linear.__call__
 
-    def split(self, x, *, residual=None, out_dtype=None):
-        if x.shape[0] < 9 or residual is not None or self.gate_up:
-            return whole(self, x, residual=residual, out_dtype=out_dtype)
+    def split(self, x, *, out=None, out_dtype=None, **other):
+        if x.shape[0] < 9 or self.gate_up or any(value is not None for value in other.values()):
+            return whole(self, x, out=out, out_dtype=out_dtype, **other)
         half = x.shape[1] // 2
         parts = (torch.nn.functional.linear(x[:, c], self.weight[:, c]) for c in (slice(half), slice(half, None)))
-        return sum(part.float() for part in parts).to(out_dtype or x.dtype)
+        y = sum(part.float() for part in parts).to(out_dtype or x.dtype)
+        return y if out is None else out.copy_(y)
 
     monkeypatch.setattr(ops.Linear, "__call__", split)
     prompts, params = requests(200, seed=3)

@@ -1,0 +1,147 @@
+"""The operations between logits and tokens, and the slots' state that they read; `minivllm.ops` has them too."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from minivllm import _C
+else:
+    from minivllm import _extension
+
+    _C = _extension.load()
+
+# Words of a slot's row of state, and the bits of its flags (SlotWord and SlotFlag of csrc/kernels.h).
+LAST_TOKEN = _C.LAST_TOKEN
+TEMPERATURE = _C.TEMPERATURE
+TOP_K = _C.TOP_K
+TOP_P = _C.TOP_P
+MIN_P = _C.MIN_P
+REPETITION_PENALTY = _C.REPETITION_PENALTY
+PRESENCE_PENALTY = _C.PRESENCE_PENALTY
+FREQUENCY_PENALTY = _C.FREQUENCY_PENALTY
+SEED_LOW = _C.SEED_LOW
+SEED_HIGH = _C.SEED_HIGH
+SAMPLE = _C.SAMPLE
+FLAGS = _C.FLAGS
+NUM_BIAS = _C.NUM_BIAS
+SLOT_WORDS = _C.SLOT_WORDS
+USES_COUNTS = _C.USES_COUNTS
+
+_ONE_BITS: int = struct.unpack("<i", struct.pack("<f", 1.0))[0]
+
+
+def update_state(state: Tensor, pairs: Tensor) -> None:
+    """Write single words of the slots' state.
+
+    Parameters
+    ----------
+    state
+        int32, contiguous, of any shape: written to.
+    pairs
+        ``int32[num_pairs, 2]``: a flat index and its value. An index outside ``state`` is skipped.
+    """
+    _C.update_state(state, pairs)
+
+
+def sample(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    state: Tensor,
+    counts: Tensor | None = None,
+    bias: tuple[Tensor, Tensor, Tensor] | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:
+    """Draw the next token of each row by the parameters in its slot's state.
+
+    Parameters
+    ----------
+    logits
+        ``float32[num_rows, vocab_size]``; rows may be apart.
+    slots
+        ``int32[num_rows]``; nothing happens for a row of -1.
+    positions
+        ``int32[num_rows]``: the position that the new token takes, which keys the random numbers.
+    state
+        ``int32[num_slots, words]``, ``words >= SLOT_WORDS``: ``LAST_TOKEN`` is written.
+    counts
+        ``int32[num_slots, vocab_size]``: bit 30 for a token of the prompt, low bits for how often it was
+        generated; written for slots with ``USES_COUNTS``. May be None where no slot has it.
+    bias
+        ``(ids int32, values float32, until int32)``, each ``[num_slots, max_bias]``: added to a logit
+        while the position is below ``until``.
+    workspace
+        What ``sample_workspace`` gave: written to, and left as it was found.
+
+    Returns
+    -------
+    Tensor
+        ``int32[num_rows]``; -1 where a logit is NaN or none is finite.
+    """
+    tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    ids, values, until = bias if bias is not None else (None, None, None)
+    _C.sample(tokens, logits, slots, positions, state, counts, ids, values, until, workspace)
+    return tokens
+
+
+def sample_workspace(max_rows: int, vocab_size: int, device: torch.device) -> Tensor | None:
+    """Return the workspace that ``sample`` needs for up to ``max_rows`` rows; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.zeros(_C.sample_workspace_size(max_rows, vocab_size), dtype=torch.uint8, device=device)
+
+
+def logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return log probabilities of the raw logits.
+
+    Parameters
+    ----------
+    logits
+        ``float32[num_rows, vocab_size]``; rows may be apart.
+    tokens
+        ``int32[num_rows]``; a negative one gives NaN and rank 0.
+    top_n
+        How many of the likeliest tokens to list, 0 or more.
+
+    Returns
+    -------
+    tuple
+        ``float32[num_rows]`` and ``int32[num_rows]``: each token's log probability and rank, 1 for the
+        likeliest; ``int32[num_rows, top_n]`` and ``float32[num_rows, top_n]``: the likeliest tokens in
+        falling order, the lowest id first among equals, and theirs.
+    """
+    rows, device = logits.shape[0], logits.device
+    found = torch.empty(rows, dtype=torch.float32, device=device)
+    ranks = torch.empty(rows, dtype=torch.int32, device=device)
+    top_ids = torch.empty((rows, top_n), dtype=torch.int32, device=device)
+    top_logprobs = torch.empty((rows, top_n), dtype=torch.float32, device=device)
+    _C.logprobs(found, ranks, top_ids, top_logprobs, logits, tokens)
+    return found, ranks, top_ids, top_logprobs
+
+
+def count_tokens(counts_row: Tensor, token_ids: Tensor, num_prompt_tokens: int) -> None:
+    """Start a slot's row of counts again from a sequence's tokens, the prompt's first.
+
+    ``counts_row`` is ``int32[vocab_size]`` and written to; ``token_ids`` is ``int32[num_tokens]``.
+    """
+    _C.count_tokens(counts_row, token_ids, num_prompt_tokens)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """Return the largest logit's id in each row, ``int32[num_rows]``, the lowest among equals.
+
+    ``logits`` is ``float32[num_rows, vocab_size]``, rows may be apart. A row where a logit is NaN or none
+    is finite gives -1.
+    """
+    rows, device = logits.shape[0], logits.device
+    state = torch.zeros((rows, SLOT_WORDS), dtype=torch.int32, device=device)
+    state[:, TOP_P] = _ONE_BITS
+    state[:, REPETITION_PENALTY] = _ONE_BITS
+    slots = torch.arange(rows, dtype=torch.int32, device=device)
+    workspace = sample_workspace(rows, logits.shape[1], device)
+    return sample(logits, slots, slots, state, workspace=workspace)
