@@ -13,13 +13,15 @@
 // so ragged lengths balance. Splits of one row that fall in one block merge in registers; a row cut
 // by a border of two shares leaves its splits in the workspace, and the block that arrives last
 // merges them in order, by a fifth warp, beside the computation. Where the borders fall changes no
-// bit. decode_sm90.cuh is the same with TMA, for the head and block sizes that it can address.
+// bit. On Hopper decode_sm90.cuh and, for few rows, decode_quick.cuh take the head and block sizes
+// that TMA can address.
 // https://arxiv.org/abs/2205.14135, https://arxiv.org/abs/2309.06180
 #include <algorithm>
 
 #include "attention_common.cuh"
 #include "attention_host.cuh"
 #include "decode_finish.cuh"
+#include "decode_quick.cuh"
 #include "decode_sm90.cuh"
 #include "decode_split.cuh"
 
@@ -241,21 +243,20 @@ void launch_decode(const AttentionParams& p, Stream stream) {
   w.p = p;
   w.c = p.scale * kLog2e;
   w.group = static_cast<int>(p.num_q_heads / p.kv.num_kv_heads);
-  w.tiles_a_head = (w.group + kMmaRows - 1) / kMmaRows;
+  const bool hopper = has_decode_sm90(kHeadDim) && decode_sm90_supported(p);
+  w.tile_heads = hopper ? kWarpHeads : kMmaRows;
+  w.tiles_a_head = (w.group + w.tile_heads - 1) / w.tile_heads;
   w.head_tiles = static_cast<int>(p.kv.num_kv_heads) * w.tiles_a_head;
-  w.rows = w.group < kMmaRows ? w.group : kMmaRows;
+  w.rows = std::min(w.group, w.tile_heads);
   w.capacity = partial_bytes(p.num_seqs, p.max_seq_len, p.num_q_heads, kHeadDim) /
                (w.rows * (kHeadDim + 2) * 4);
   const int64_t splits = (p.max_seq_len + kSplitTokens - 1) / kSplitTokens;
   const int64_t max_blocks =
       std::max<int64_t>(1, std::min<int64_t>(p.num_seqs * w.head_tiles * splits, kDecodeMaxBlocks));
   if constexpr (has_decode_sm90(kHeadDim)) {
-    if (decode_sm90_supported(p)) {
-      if constexpr (kHeadDim == 64) {
-        return launch_decode_sm90<T, kHeadDim, 12, 2>(w, max_blocks, stream);
-      } else {
-        return launch_decode_sm90<T, kHeadDim, 6, 2>(w, max_blocks, stream);
-      }
+    if (hopper) {
+      if (launch_decode_quick<T, kHeadDim>(w, stream)) return;
+      return launch_decode_sm90<T, kHeadDim, kHeadDim == 64 ? 6 : 3, 2>(w, max_blocks, stream);
     }
   }
   // Three units where shared memory has room for them.

@@ -53,13 +53,13 @@ struct RowSoFar {
 };
 
 // One warp, after the block's `arrived` splits of a cut row have reached the workspace: counts
-// them, and merges the row's partials in order if no split is missing.
-template <typename T, int kHeadDim>
-__device__ __noinline__ void finish_cut_row(const DecodeWork& w, const int* counts,
-                                            const Share& share, const DecodeItem& row,
-                                            int arrived) {
-  constexpr int kPairs = 4;  // pairs of columns of a lane at once
-  constexpr int kAhead = 4;  // partials on their way at once
+// them, and merges the row's partials in order if no split is missing. A lane has kPairs pairs of
+// columns at once.
+template <typename T, int kHeadDim, int kPairs>
+__device__ __forceinline__ void finish_cut_row(const DecodeWork& w, const int* counts,
+                                               const Share& share, const DecodeItem& row,
+                                               int arrived) {
+  constexpr int kAhead = 8 / kPairs;  // partials on their way at once
   const int lane = threadIdx.x % kWarpSize;
   const int num_splits = row.num_splits();
   const int row_first = row.first - row.split * kTilesPerSplit;
@@ -86,30 +86,34 @@ __device__ __noinline__ void finish_cut_row(const DecodeWork& w, const int* coun
   const int rows = heads.count;
   const float* first = partial<kHeadDim>(w, counts, row, 0);
   T* out = static_cast<T*>(w.p.out) + (row.seq * w.p.num_q_heads + heads.first) * kHeadDim;
-  for (int base = lane; base < rows * kHeadDim / 2; base += kPairs * kWarpSize) {
-    float m[kPairs], l[kPairs];
-    float2 o[kPairs];
-    auto load = [&](const float* from, float (&pm)[kPairs], float (&pl)[kPairs],
-                    float2(&po)[kPairs]) {
+  const int pairs = rows * kHeadDim / 2;
+  for (int base = lane; base < pairs; base += kPairs * kWarpSize) {
+    int pair[kPairs];
+#pragma unroll
+    for (int k = 0; k < kPairs; ++k) pair[k] = min(base + k * kWarpSize, pairs - 1);
+    // No branch lies between the loads, so all are on their way at once.
+    auto load = [&](int64_t split, float (&pm)[kPairs], float (&pl)[kPairs], float2(&po)[kPairs]) {
+      const float* from = first + split * step;
 #pragma unroll
       for (int k = 0; k < kPairs; ++k) {
-        const int pair = base + k * kWarpSize;
-        if (pair >= rows * kHeadDim / 2) continue;
-        pm[k] = __ldcg(from + pair / (kHeadDim / 2));
-        pl[k] = __ldcg(from + rows + pair / (kHeadDim / 2));
-        po[k] = __ldcg(reinterpret_cast<const float2*>(from + 2 * rows) + pair);
+        const int head = pair[k] / (kHeadDim / 2);
+        pm[k] = __ldcg(from + head);
+        pl[k] = __ldcg(from + rows + head);
+        po[k] = __ldcg(reinterpret_cast<const float2*>(from + 2 * rows) + pair[k]);
       }
     };
-    load(first, m, l, o);
+    float m[kPairs], l[kPairs];
+    float2 o[kPairs];
+    load(0, m, l, o);
     for (int i = owned; i < num_splits; i += kAhead) {
       float split_m[kAhead][kPairs], split_l[kAhead][kPairs];
       float2 split_o[kAhead][kPairs];
 #pragma unroll
       for (int j = 0; j < kAhead; ++j)
-        if (i + j < num_splits) load(first + (i + j) * step, split_m[j], split_l[j], split_o[j]);
+        load(min(i + j, num_splits - 1), split_m[j], split_l[j], split_o[j]);
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
-        if (i + j >= num_splits) continue;
+        if (i + j >= num_splits) break;
 #pragma unroll
         for (int k = 0; k < kPairs; ++k) {
           const Merge factors = merge_split(m[k], l[k], split_m[j][k], split_l[j][k], w.c);
@@ -120,10 +124,9 @@ __device__ __noinline__ void finish_cut_row(const DecodeWork& w, const int* coun
     }
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
-      const int pair = base + k * kWarpSize;
-      if (pair >= rows * kHeadDim / 2) continue;
+      if (base + k * kWarpSize >= pairs) continue;
       const float inverse = inverse_sum(l[k]);
-      reinterpret_cast<uint32_t*>(out)[pair] =
+      reinterpret_cast<uint32_t*>(out)[pair[k]] =
           pack<T>(normalise(o[k].x, inverse), normalise(o[k].y, inverse));
     }
   }
@@ -139,12 +142,12 @@ __device__ __forceinline__ void finish_rows(const DecodeWork& w, const int* coun
   if (first.split != 0) {
     same = goes_on && after.same_row(first);
     named_barrier(kBeganBefore, kDecodeComputeThreads + kWarpSize);
-    finish_cut_row<T, kHeadDim>(w, counts, share, first,
-                                (same ? after.split : first.num_splits()) - first.split);
+    finish_cut_row<T, kHeadDim, 2>(w, counts, share, first,
+                                   (same ? after.split : first.num_splits()) - first.split);
   }
   if (goes_on && !same) {
     named_barrier(kGoesOn, kDecodeComputeThreads + kWarpSize);
-    finish_cut_row<T, kHeadDim>(w, counts, share, after, after.split);
+    finish_cut_row<T, kHeadDim, 2>(w, counts, share, after, after.split);
   }
 }
 

@@ -1,21 +1,24 @@
-// Decode attention for Hopper: the split of decode_split.cuh, fed by TMA. Block = four warps that
-// compute, one that copies tiles of 64 keys or values into a ring, a tile a place, and one that
-// finishes rows which the block's share cuts, so that nobody else waits for the device's memory.
-// The places free up one by one, so a block always has most of its ring on the way, and several
-// blocks share an SM so that one's arithmetic hides behind another's wait.
+// Decode attention for Hopper. Block = four warps that compute and one that copies tiles of 64 keys
+// and their values by TMA into a ring, in the order of the block's rows. A row, or the block's part
+// of one, is one warp's alone (decode_warp.cuh): warps take rows in turn, wait for nobody but the
+// copies, and hand each place of the ring back as they leave it. A block has most of its ring on
+// the way whatever its warps do.
+//
+// A row that goes on in the next block is the block's first, so that by the time the block ends,
+// all parts of cut rows have been merged. Few rows take decode_quick.cuh where they are short.
 #pragma once
 
 #include <algorithm>
 
 #include "attention_host.cuh"
 #include "decode_finish.cuh"
-#include "decode_split.cuh"
+#include "decode_parts.cuh"
+#include "decode_warp.cuh"
 #include "sm90.cuh"
 
 namespace minivllm::cuda::attention {
 
-constexpr int kDecodeSm90Threads = kDecodeComputeThreads + 2 * kWarpSize;
-constexpr int kMinBox = 8;  // rows of the smallest copy: a swizzle atom
+constexpr int kDecodeSm90Threads = kDecodeComputeThreads + kWarpSize;
 
 constexpr bool has_decode_sm90(int head_dim) { return head_dim == 64 || head_dim == 128; }
 
@@ -27,19 +30,25 @@ inline bool decode_sm90_supported(const AttentionParams& p) {
          p.kv.num_blocks * 2 * p.kv.num_kv_heads * size < kMaxCoordinate;
 }
 
-// Shared memory, in order: ring, exchange, barriers (full and empty of each place), scratch,
-// counts.
+// Shared memory, in order: ring, barriers (of each place: keys are there, values are there, both
+// have been read; of the block's first two parts: the workspace has them), scratch, counts, what is
+// known of the sequences.
 template <int kHeadDim, int kPlaces>
 struct DecodeSm90Layout {
   static constexpr int kPanelBytes = kTileTokens * sm90::kSwizzleRow;
   static constexpr int kPanels = kHeadDim * 2 / sm90::kSwizzleRow;
   static constexpr int kTileBytes = kPanels * kPanelBytes;
-  static constexpr int kExchange = kPlaces * kTileBytes;
-  static constexpr int kBarriers = kExchange + SplitExchange::kBytes;
-  static constexpr int kScratch = kBarriers + kPlaces * 16;
-  static constexpr int kCounts = kScratch + 64;
+  static constexpr int kPlaceBytes = 2 * kTileBytes;
+  static constexpr int kBarriers = kPlaces * kPlaceBytes;
+  static constexpr int kBarrierBytes = 24;
+  static constexpr int kStored = kPlaces * kBarrierBytes;  // behind the barriers' start
+  static constexpr int kAsked = kStored + 16;
+  static constexpr int kScratch = kBarriers + kAsked + 8;
+  static constexpr int kParts = kScratch + 64;
+  static constexpr int kKnown = kParts + 64;
+  static_assert(kScratch % 8 == 0);
   static constexpr int bytes(int64_t num_seqs) {
-    return kCounts + static_cast<int>(num_seqs + 1) * 4 + sm90::kSwizzleAtom;
+    return kKnown + static_cast<int>(num_seqs * 8 + (num_seqs + 1) * 4) + sm90::kSwizzleAtom;
   }
 };
 
@@ -50,154 +59,232 @@ struct DecodeSm90Work {
 
 #ifdef MINIVLLM_SM90A
 
-__device__ __forceinline__ void mbarrier_arrive_many(uint32_t barrier, int count) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count)
-               : "memory");
+__device__ __forceinline__ void store_released(uint32_t address, int value) {
+  asm volatile("st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
-// Copies the tiles of the block's items, keys then values of each. Lane i looks up piece i of a
-// split in the block table, an item ahead.
+__device__ __forceinline__ int load_acquired(uint32_t address) {
+  int value;
+  asm volatile("ld.acquire.cta.shared::cta.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+// Copies the tiles of the block's parts, keys and values of each. Lane i looks up piece i of a
+// split in the block table, a split ahead.
 template <int kHeadDim, int kPlaces>
-__device__ __forceinline__ void fetch_items(const DecodeSm90Work& work, const int* counts,
-                                            DecodeItem item, int end, uint32_t ring,
+__device__ __forceinline__ void fetch_parts(const DecodeSm90Work& work, const RowParts& parts,
+                                            const DecodeSequence* known, uint32_t ring,
                                             uint32_t barriers) {
   using L = DecodeSm90Layout<kHeadDim, kPlaces>;
-  const DecodeWork& w = work.w;
-  const KvCache& kv = w.p.kv;
+  const KvCache& kv = work.w.p.kv;
   const int lane = threadIdx.x % kWarpSize;
   const int heads = static_cast<int>(kv.num_kv_heads);
   const int block_size = static_cast<int>(kv.block_size);
   const int box = min(block_size, kTileTokens), boxes_a_tile = kTileTokens / box;
-  const int num_seqs = static_cast<int>(w.p.num_seqs);
   const uint64_t policy = sm90::evict_first_policy();
-  auto look_up = [&](const DecodeItem& at) {  // the table's entry for this lane's piece, or -1
-    if (at.first >= end) return -1;
-    const int position = at.split * kSplitTokens + lane * box;
-    const bool inside = lane < kTilesPerSplit * boxes_a_tile && position < w.p.seq_lens[at.seq];
-    if (!inside) return -1;
-    return kv.block_table[w.p.slots[at.seq] * kv.block_table_stride + position / block_size];
+  struct Cursor {
+    RowPart part;
+    int index, split;
   };
-  int place = 0;
+  auto settle = [&](Cursor& at) {
+    while (at.index < parts.count && at.split >= at.part.end_split) {
+      if (++at.index == parts.count) break;
+      at.part = parts[at.index];
+      at.split = at.part.first_split;
+    }
+  };
+  // The row of the cache where this lane's piece of the split's keys starts, or -1.
+  auto look_up = [&](const Cursor& at) {
+    if (at.index >= parts.count) return -1;
+    const DecodeSequence sequence = known[at.part.seq];
+    const int position = at.split * kSplitTokens + lane * box;
+    if (lane >= kTilesPerSplit * boxes_a_tile || position >= sequence.length) return -1;
+    const int index = position / block_size;
+    const int block = kv.block_table[sequence.slot * kv.block_table_stride + index];
+    return (block * 2 * heads + at.part.head_tile / work.w.tiles_a_head) * block_size + position -
+           index * block_size;
+  };
+  Cursor at = {parts[0], 0, 0};
+  at.split = at.part.first_split;
+  settle(at);
+  int row = look_up(at);
+  int place = 0, asked = 0;
   uint32_t phase = 1;  // places start empty
-  int block = look_up(item);
-  while (item.first < end) {
-    DecodeItem next = item;
-    advance(next, counts, num_seqs, w.head_tiles);
-    const int next_block = look_up(next);
-    const int tiles = item.tiles_here();
-    const unsigned inside = __ballot_sync(kFullMask, block >= 0);
-    const int position = item.split * kSplitTokens + lane * box;
-    const int row =
-        (block * 2 * heads + item.head_tile / w.tiles_a_head) * block_size + position % block_size;
-    for (int part = 0; part < 2; ++part) {  // keys, values
-      for (int t = 0; t < tiles; ++t) {
-        const uint32_t full = barriers + place * 16;
-        sm90::mbarrier_wait(full + 8, phase);
-        const int first = t * boxes_a_tile;
-        const unsigned mine = (boxes_a_tile == kWarpSize ? kFullMask : (1u << boxes_a_tile) - 1)
-                              << first;
-        if (lane == 0)
-          sm90::mbarrier_expect(full, __popc(inside & mine) * box * sm90::kSwizzleRow * L::kPanels);
-        __syncwarp();
-        if ((inside & mine) >> lane & 1) {
-          const uint32_t to =
-              ring + place * L::kTileBytes + (lane - first) * box * sm90::kSwizzleRow;
+  while (at.index < parts.count) {
+    Cursor next = at;
+    ++next.split;
+    settle(next);
+    const int next_row = look_up(next);
+    const int tiles = at.part.tiles(at.split);
+    const unsigned inside = __ballot_sync(kFullMask, row >= 0);
+    for (int t = 0; t < tiles; ++t) {
+      const uint32_t full = barriers + place * L::kBarrierBytes;
+      sm90::mbarrier_wait(full + 16, phase);
+      const int first = t * boxes_a_tile;
+      const unsigned mine =
+          inside & ((boxes_a_tile == kWarpSize ? kFullMask : (1u << boxes_a_tile) - 1) << first);
+      if (lane == 0) {
+        const int bytes = __popc(mine) * box * sm90::kSwizzleRow * L::kPanels;
+        sm90::mbarrier_expect(full, bytes);
+        sm90::mbarrier_expect(full + 8, bytes);
+        store_released(barriers + L::kAsked, ++asked);
+      }
+      __syncwarp();
+      if (mine >> lane & 1) {
+        const uint32_t to =
+            ring + place * L::kPlaceBytes + (lane - first) * box * sm90::kSwizzleRow;
+#pragma unroll
+        for (int part = 0; part < 2; ++part)
 #pragma unroll
           for (int panel = 0; panel < L::kPanels; ++panel)
-            sm90::tma_load(to + panel * L::kPanelBytes, &work.map, full, 0,
-                           row + part * heads * block_size, panel, policy);
+            sm90::tma_load(to + part * L::kTileBytes + panel * L::kPanelBytes, &work.map,
+                           full + part * 8, 0, row + part * heads * block_size, panel, policy);
+      }
+      if (++place == kPlaces) {
+        place = 0;
+        phase ^= 1;
+      }
+    }
+    at = next;
+    row = next_row;
+  }
+}
+
+// Waits until the block's copies number `tile` (before + t) have been asked for. A barrier's parity
+// tells one phase from the next and no more; a warp that runs ahead of the copies by a whole ring
+// would take the phase before its own for its own.
+__device__ __forceinline__ void wait_asked(uint32_t counter, int tile, int& asked) {
+  constexpr unsigned kNanoseconds = 50;  // the copies take longer
+  while (asked <= tile) {
+    asked = load_acquired(counter);
+    if (asked <= tile) __nanosleep(kNanoseconds);
+  }
+  __syncwarp();
+}
+
+// Values past the sequence's end may be anything, and 0 * NaN is NaN: rows `from` .. of a tile.
+template <int kPanels, int kPanelBytes>
+__device__ __forceinline__ void clear_rows(uint32_t values, int from) {
+  for (int i = from * 8 + threadIdx.x % kWarpSize; i < kTileTokens * 8; i += kWarpSize)
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel)
+      asm volatile(
+          "st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(values + i * 16 + panel * kPanelBytes),
+          "r"(0)
+          : "memory");
+  sm90::async_proxy_fence();  // before the next copy here
+}
+
+// The parts that are this warp's: every fourth.
+template <typename T, int kHeadDim, int kPlaces>
+__device__ __forceinline__ void compute_parts(const DecodeWork& w, const RowParts& parts,
+                                              const DecodeSequence* known, uint32_t ring,
+                                              uint32_t barriers) {
+  using L = DecodeSm90Layout<kHeadDim, kPlaces>;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  WarpRow<T, kHeadDim> row;
+  int asked = 0;  // as last seen
+  for (int index = warp; index < parts.count; index += kDecodeWarps) {
+    const RowPart part = parts[index];
+    if (part.empty()) continue;
+    const QueryHeads heads(w, part.head_tile);
+    const int64_t offset = (part.seq * w.p.num_q_heads + heads.first) * kHeadDim;
+    row.load_queries(static_cast<const T*>(w.p.q) + offset, heads.count);
+    // The last visible key, counted from the start of the tile at hand.
+    int last = known[part.seq].length - 1 - part.first_split * kSplitTokens;
+    const bool from_start = part.first_split == 0;
+    int tile = part.before;
+    int place = tile % kPlaces;
+    uint32_t phase = tile / kPlaces & 1;
+#pragma unroll 1
+    for (int split = part.first_split; split < part.end_split; ++split) {
+      row.begin_split();
+      const int tiles = part.tiles(split);
+#pragma unroll 1
+      for (int t = 0; t < tiles; ++t, last -= kTileTokens) {
+        const uint32_t full = barriers + place * L::kBarrierBytes;
+        const uint32_t keys = ring + place * L::kPlaceBytes, values = keys + L::kTileBytes;
+        wait_asked(barriers + L::kAsked, tile++, asked);
+        sm90::mbarrier_wait(full, phase);
+        typename WarpRow<T, kHeadDim>::Scores s;
+        row.score(s, keys);
+        uint32_t p[kTileBlocks];
+        row.soften(s, last, w.c, p);
+        sm90::mbarrier_wait(full + 8, phase);
+        if (last < kTileTokens - 1) {
+          clear_rows<L::kPanels, L::kPanelBytes>(values, last + 1);
+          __syncwarp();
         }
+        row.add_values(p, values);
+        __syncwarp();
+        if (lane == 0) sm90::mbarrier_arrive(full + 16);
         if (++place == kPlaces) {
           place = 0;
           phase ^= 1;
         }
       }
+      row.end_split();
+      if (split == part.first_split || !from_start) {
+        row.begin_row();
+      } else {
+        row.merge(w.c);
+      }
+      if (!from_start)
+        row.store(partial<kHeadDim>(w, parts.counts, parts.item(part), split), heads.count);
     }
-    item = next;
-    block = next_block;
+    if (part.whole()) {
+      row.write(static_cast<T*>(w.p.out) + offset, heads.count);
+      continue;
+    }
+    if (from_start) row.store(partial<kHeadDim>(w, parts.counts, parts.item(part), 0), heads.count);
+    __syncwarp();
+    if (lane == 0) sm90::mbarrier_arrive(barriers + L::kStored + index * 8);
   }
 }
 
+// What a block does once its barriers stand.
 template <typename T, int kHeadDim, int kPlaces>
-__device__ __forceinline__ void compute_items(const DecodeWork& w, const int* counts,
-                                              const Share& share, DecodeItem item, int end,
-                                              uint32_t ring, uint32_t barriers,
-                                              const SplitExchange& x) {
+__device__ __forceinline__ void decode_share(const DecodeSm90Work& work, uint8_t* base,
+                                             uint32_t ring) {
   using L = DecodeSm90Layout<kHeadDim, kPlaces>;
-  const AttentionParams& p = w.p;
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const bool both = w.rows > 8;
-
-  uint32_t q[kHeadDim / kMmaDepth][4];
-  auto load_q = [&](const DecodeItem& at) {
-    const QueryHeads heads(w, at.head_tile);
-    const T* base = static_cast<const T*>(p.q) + (at.seq * p.num_q_heads + heads.first) * kHeadDim;
-    const int r = lane / 4;
-    load_queries<T, kHeadDim>(q, r < heads.count ? base + r * kHeadDim : nullptr,
-                              r + 8 < heads.count ? base + (r + 8) * kHeadDim : nullptr);
-  };
-  load_q(item);
-  int length = p.seq_lens[item.seq];
-  RowSoFar<T, kHeadDim> row(item);
-  unsigned before = 0;  // tiles of keys and values consumed by the block's earlier items
-
-  while (item.first < end) {
-    const int tiles = item.tiles_here();
-    const int length_now = length;
-    DecodeItem next = item;
-    advance(next, counts, share.num_seqs, w.head_tiles);
-    const bool more = next.first < end;
-    const int own_last =
-        length_now - 1 - item.split * kSplitTokens - warp * kTileTokens;  // in this warp's tile
-
-    float s[kScores];
-    if (warp < tiles) {
-      const unsigned place = (before + warp) % kPlaces, turn = (before + warp) / kPlaces;
-      sm90::mbarrier_wait(barriers + place * 16, turn & 1);
-      score_tile<T, kHeadDim>(s, q, ring + place * L::kTileBytes);
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive_many(barriers + place * 16 + 8, kDecodeWarps);
-      publish_maxima(s, own_last, both, x);
-    }
-    if (more) {  // read while the rest of this split is worked on
-      if (!next.same_row(item)) load_q(next);
-      if (next.seq != item.seq) length = p.seq_lens[next.seq];
-    }
-    compute_barrier();
-
-    RowState<kHeadDim> state;
-    float factor[kTilesPerSplit][2];
-    publish_probabilities<T, kHeadDim>(s, tiles, both, w.c, x, factor, state);
-    const unsigned values = before + tiles;
-    if (warp < tiles && own_last < kTileTokens - 1) {
-      // Values past the sequence's end may be anything: 0 * NaN is NaN.
-      const unsigned place = (values + warp) % kPlaces, turn = (values + warp) / kPlaces;
-      sm90::mbarrier_wait(barriers + place * 16, turn & 1);
-      const uint32_t at = ring + place * L::kTileBytes;
-      for (int i = (own_last + 1) * 8 + lane; i < kTileTokens * 8; i += kWarpSize)
-#pragma unroll
-        for (int panel = 0; panel < L::kPanels; ++panel)
-          asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at + i * 16 +
-                                                                        panel * L::kPanelBytes),
-                       "r"(0)
-                       : "memory");
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before the next copy here
-    }
-    compute_barrier();
-
-#pragma unroll
-    for (int t = 0; t < kTilesPerSplit; ++t) {
-      if (t >= tiles) break;
-      const unsigned place = (values + t) % kPlaces, turn = (values + t) / kPlaces;
-      sm90::mbarrier_wait(barriers + place * 16, turn & 1);
-      add_values<T, kHeadDim>(state, t, factor[t], x, ring + place * L::kTileBytes);
-      __syncwarp();
-      if (lane == 0) sm90::mbarrier_arrive(barriers + place * 16 + 8);
-    }
-    end_split(state);
-    before = values + tiles;
-    row.add(w, counts, item, more, state);
-    item = next;
+  const DecodeWork& w = work.w;
+  auto* known = reinterpret_cast<DecodeSequence*>(base + L::kKnown);
+  int* counts = reinterpret_cast<int*>(known + w.p.num_seqs);
+  const int most_tiles = count_tiles<kDecodeSm90Threads>(
+      w.p, counts, reinterpret_cast<int*>(base + L::kScratch), known);
+  const Share share(w, counts, most_tiles);
+  if (share.total == 0) return;
+  // In shared memory, where it takes no registers of the loops.
+  auto* shared_parts = reinterpret_cast<RowParts*>(base + L::kParts);
+  if (threadIdx.x < kWarpSize) {
+    const RowParts own(share, counts);
+    if (threadIdx.x == 0) *shared_parts = own;
   }
+  __syncthreads();
+  const RowParts& parts = *shared_parts;
+  if (parts.begin >= parts.end) return;
+  if (threadIdx.x >= kDecodeComputeThreads) {
+    fetch_parts<kHeadDim, kPlaces>(work, parts, known, ring, ring + L::kBarriers);
+    // Only the first two of the block's parts can be cut.
+    for (int index = 0; index < min(parts.count, 2); ++index) {
+      const RowPart part = parts[index];
+      if (part.empty() || part.whole()) continue;
+      sm90::mbarrier_wait(ring + L::kBarriers + L::kStored + index * 8, 0);
+      finish_cut_row<T, kHeadDim, 4>(w, counts, share, parts.item(part),
+                                     part.end_split - part.first_split);
+    }
+  } else {
+    compute_parts<T, kHeadDim, kPlaces>(w, parts, known, ring, ring + L::kBarriers);
+  }
+}
+
+// By one thread. Then a barrier for the others.
+template <int kHeadDim, int kPlaces>
+__device__ __forceinline__ void make_barriers(const DecodeSm90Work& work, uint32_t ring) {
+  using L = DecodeSm90Layout<kHeadDim, kPlaces>;
+  for (int i = 0; i < L::kAsked; i += 8) sm90::mbarrier_init(ring + L::kBarriers + i, 1);
+  store_released(ring + L::kBarriers + L::kAsked, 0);
+  sm90::mbarrier_init_fence();
+  sm90::prefetch_tensor_map(&work.map);
 }
 
 #endif  // MINIVLLM_SM90A
@@ -206,58 +293,34 @@ template <typename T, int kHeadDim, int kPlaces, int kBlocksPerSm>
 static __global__ void __launch_bounds__(kDecodeSm90Threads, kBlocksPerSm)
     decode_sm90_kernel(const __grid_constant__ DecodeSm90Work work) {
 #ifdef MINIVLLM_SM90A
-  using L = DecodeSm90Layout<kHeadDim, kPlaces>;
-  const DecodeWork& w = work.w;
   extern __shared__ uint8_t smem[];
   constexpr uint32_t kAlign = sm90::kSwizzleAtom - 1;
   const uint32_t unaligned = sm90::shared_address(smem);
   const uint32_t ring = (unaligned + kAlign) & ~kAlign;
-  uint8_t* base = smem + (ring - unaligned);
-  const uint32_t barriers = ring + L::kBarriers;
-  int* counts = reinterpret_cast<int*>(base + L::kCounts);
   pdl_launch_dependents();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kPlaces; ++i) {
-      sm90::mbarrier_init(barriers + i * 16, 1);
-      sm90::mbarrier_init(barriers + i * 16 + 8, kDecodeWarps);
-    }
-    sm90::mbarrier_init_fence();
-    sm90::prefetch_tensor_map(&work.map);
-  }
+  if (threadIdx.x == 0) make_barriers<kHeadDim, kPlaces>(work, ring);
   pdl_wait();
-  const int most_tiles =
-      count_tiles<kDecodeSm90Threads>(w.p, counts, reinterpret_cast<int*>(base + L::kScratch));
-
-  const Share share(w, counts, most_tiles);
-  if (share.total == 0) return;
-  const int end = share.border(counts, blockIdx.x + 1);
-  const DecodeItem item =
-      find_item(share.border(counts, blockIdx.x), counts, share.num_seqs, share.head_tiles);
-  if (item.first >= end) return;
-  if (threadIdx.x >= kDecodeComputeThreads + kWarpSize) {
-    finish_rows<T, kHeadDim>(w, counts, share, item, end);
-  } else if (threadIdx.x >= kDecodeComputeThreads) {
-    fetch_items<kHeadDim, kPlaces>(work, counts, item, end, ring, barriers);
-  } else {
-    compute_items<T, kHeadDim, kPlaces>(w, counts, share, item, end, ring, barriers,
-                                        SplitExchange(base + L::kExchange));
-  }
+  decode_share<T, kHeadDim, kPlaces>(work, smem + (ring - unaligned), ring);
 #endif
 }
 
-template <typename T, int kHeadDim, int kPlaces, int kBlocksPerSm>
-static void launch_decode_sm90(const DecodeWork& w, int64_t max_blocks, Stream stream) {
+inline DecodeSm90Work decode_sm90_work(const DecodeWork& w) {
   const KvCache& kv = w.p.kv;
   DecodeSm90Work work = {};
   work.w = w;
   work.map = sm90::k_block_map(
-      kv.cache, w.p.dtype, kv.num_blocks * 2 * kv.num_kv_heads * kv.block_size, kHeadDim, kHeadDim,
-      static_cast<int>(std::min<int64_t>(kv.block_size, kTileTokens)), 1);
+      kv.cache, w.p.dtype, kv.num_blocks * 2 * kv.num_kv_heads * kv.block_size, kv.head_dim,
+      kv.head_dim, static_cast<int>(std::min<int64_t>(kv.block_size, kTileTokens)), 1);
+  return work;
+}
+
+template <typename T, int kHeadDim, int kPlaces, int kBlocksPerSm>
+static void launch_decode_sm90(const DecodeWork& w, int64_t max_blocks, Stream stream) {
+  const auto kernel = decode_sm90_kernel<T, kHeadDim, kPlaces, kBlocksPerSm>;
   const int64_t grid = std::min<int64_t>(max_blocks, int64_t{num_sms()} * kBlocksPerSm);
-  prefer_shared_memory(decode_sm90_kernel<T, kHeadDim, kPlaces, kBlocksPerSm>);
-  MINIVLLM_LAUNCH(decode_sm90_kernel<T, kHeadDim, kPlaces, kBlocksPerSm>,
-                  dim3(static_cast<unsigned>(grid)), dim3(kDecodeSm90Threads),
-                  DecodeSm90Layout<kHeadDim, kPlaces>::bytes(w.p.num_seqs), stream, work);
+  MINIVLLM_LAUNCH(kernel, dim3(static_cast<unsigned>(grid)), dim3(kDecodeSm90Threads),
+                  DecodeSm90Layout<kHeadDim, kPlaces>::bytes(w.p.num_seqs), stream,
+                  decode_sm90_work(w));
 }
 
 }  // namespace minivllm::cuda::attention

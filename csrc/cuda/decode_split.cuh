@@ -14,14 +14,20 @@ struct SplitExchange {
   static constexpr int kMaximaBytes = kTilesPerSplit * kMmaRows * 4;
   static constexpr int kSumBytes = kTilesPerSplit * kWarpSize * 8;
   static constexpr int kBytes = kProbabilityBytes + kMaximaBytes + kSumBytes;
-  uint4* probabilities;  // [tile][step][lane]
-  float* maxima;         // [tile][row]
-  float2* sums;          // [tile][lane]
+  static constexpr int kTileOperands = kTileSteps * kWarpSize;
+  uint4* probabilities;  // [tile][step][lane], tiles tile_stride apart
+  int tile_stride;
+  float2* sums;   // [tile][lane]
+  float* maxima;  // [tile][row]
 
   __device__ explicit SplitExchange(uint8_t* smem)
-      : probabilities(reinterpret_cast<uint4*>(smem)),
-        maxima(reinterpret_cast<float*>(smem + kProbabilityBytes)),
-        sums(reinterpret_cast<float2*>(smem + kProbabilityBytes + kMaximaBytes)) {}
+      : SplitExchange(smem, kTileOperands, smem + kProbabilityBytes) {}
+  // Probabilities in places of their own.
+  __device__ SplitExchange(uint8_t* tiles, int stride, uint8_t* rest)
+      : probabilities(reinterpret_cast<uint4*>(tiles)),
+        tile_stride(stride),
+        sums(reinterpret_cast<float2*>(rest)),
+        maxima(reinterpret_cast<float*>(rest + kSumBytes)) {}
 };
 
 // Step 1. `last` is the last visible column of the tile; rows 8 .. 15 are left out unless `both`.
@@ -75,7 +81,7 @@ __device__ __forceinline__ void publish_probabilities(float (&s)[kScores], int t
   for (int k = 0; k < kTileSteps; ++k) {
     uint32_t a[4];
     probability_operand<T>(a, s, k);
-    x.probabilities[(warp * kTileSteps + k) * kWarpSize + lane] =
+    x.probabilities[warp * x.tile_stride + k * kWarpSize + lane] =
         make_uint4(a[0], a[1], a[2], a[3]);
   }
 }
@@ -99,7 +105,7 @@ __device__ __forceinline__ void add_values(RowState<kHeadDim>& state, int t,
   uint32_t a[kTileSteps][4];
 #pragma unroll
   for (int k = 0; k < kTileSteps; ++k) {
-    const uint4 word = x.probabilities[(t * kTileSteps + k) * kWarpSize + lane];
+    const uint4 word = x.probabilities[t * x.tile_stride + k * kWarpSize + lane];
     a[k][0] = word.x, a[k][1] = word.y, a[k][2] = word.z, a[k][3] = word.w;
   }
 #pragma unroll

@@ -30,6 +30,7 @@ struct DecodeWork {
   AttentionParams p;
   float c;           // scale log2(e)
   int group;         // query heads of a KV head
+  int tile_heads;    // query heads of a head tile, at most
   int tiles_a_head;  // head tiles of a KV head
   int head_tiles;    // of a token
   int rows;          // of a partial: query heads of a head tile, at most
@@ -76,40 +77,46 @@ __device__ __forceinline__ void advance(DecodeItem& item, const int* counts, int
   settle(item, counts, num_seqs, head_tiles);
 }
 
-// The first item whose first tile is `tile` or later.
+// The first item whose first tile is `tile` or later. All lanes of a warp call it.
 __device__ __forceinline__ DecodeItem find_item(int tile, const int* counts, int num_seqs,
                                                 int head_tiles) {
-  int low = 0, high = num_seqs;  // the last s with counts[s] * head_tiles <= tile
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (counts[middle] * head_tiles <= tile) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
+  static_assert(kDecodeMaxSeqs <= kWarpSize * kWarpSize);
+  DecodeItem item = {num_seqs, 0, 0, 0, counts[num_seqs] * head_tiles};
+  if (tile >= item.first) return item;
+  // The last s with counts[s] * head_tiles <= tile, in two looks at ascending numbers.
+  const int lane = threadIdx.x % kWarpSize;
+  item.seq = 0;
+#pragma unroll
+  for (int step = kWarpSize; step > 0; step /= kWarpSize) {
+    const int s = item.seq + lane * step;
+    const bool begun = s < num_seqs && counts[s] * head_tiles <= tile;
+    item.seq += (__popc(__ballot_sync(kFullMask, begun)) - 1) * step;
   }
-  DecodeItem item = {low, 0, 0, 0, 0};
-  if (low < num_seqs) {
-    const int num_tiles = counts[low + 1] - counts[low];
-    const int local = tile - counts[low] * head_tiles;
-    item.head_tile = local / num_tiles;
-    item.split = (local % num_tiles + kTilesPerSplit - 1) / kTilesPerSplit;
-    if (item.split * kTilesPerSplit >= num_tiles) {
-      item.split = 0;
-      if (++item.head_tile == head_tiles) {
-        item.head_tile = 0;
-        ++item.seq;
-      }
+  const int num_tiles = counts[item.seq + 1] - counts[item.seq];
+  const int local = tile - counts[item.seq] * head_tiles;
+  item.head_tile = local / num_tiles;
+  item.split = (local - item.head_tile * num_tiles + kTilesPerSplit - 1) / kTilesPerSplit;
+  if (item.split * kTilesPerSplit >= num_tiles) {
+    item.split = 0;
+    if (++item.head_tile == head_tiles) {
+      item.head_tile = 0;
+      ++item.seq;
     }
   }
   settle(item, counts, num_seqs, head_tiles);
   return item;
 }
 
+// Slot and length of a sequence.
+struct DecodeSequence {
+  int slot, length;
+};
+
 // Tile counts of all sequences, summed over those before; returns the largest. All threads;
-// scratch: two ints a warp.
+// scratch: two ints a warp. Keeps what it reads of the sequences where `known` is not null.
 template <int kThreads>
-__device__ __forceinline__ int count_tiles(const AttentionParams& p, int* counts, int* scratch) {
+__device__ __forceinline__ int count_tiles(const AttentionParams& p, int* counts, int* scratch,
+                                           DecodeSequence* known = nullptr) {
   const int num_seqs = static_cast<int>(p.num_seqs);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int each = (num_seqs + kThreads - 1) / kThreads;
@@ -119,6 +126,7 @@ __device__ __forceinline__ int count_tiles(const AttentionParams& p, int* counts
   for (int s = begin; s < end; ++s) {
     const int slot = p.slots[s], length = p.seq_lens[s];
     const int tiles = slot < 0 ? 0 : (max(length, 0) + kTileTokens - 1) / kTileTokens;
+    if (known != nullptr) known[s] = {slot, length};
     sum += tiles;
     most = max(most, tiles);
     counts[s + 1] = sum;
@@ -165,17 +173,23 @@ struct Share {
     cut = longest > total / blocks + kCutCost &&
           counts[num_seqs] / kTilesPerSplit + num_seqs <= w.capacity / head_tiles;
   }
-  __device__ int border(const int* counts, int64_t block) const {
-    const int64_t units = cut ? total : num_seqs * head_tiles;
-    const int unit = static_cast<int>(block * units / gridDim.x);
+  __device__ int border(const int* counts, int block) const {
+    const int units = cut ? total : num_seqs * head_tiles;
+    const int blocks = static_cast<int>(gridDim.x);
+    const int each = units / blocks;
+    const int unit = block * each + min(block, units - each * blocks);
     if (cut) return unit;
     const int seq = unit / head_tiles;
     if (seq >= num_seqs) return total;
-    return counts[seq] * head_tiles + unit % head_tiles * (counts[seq + 1] - counts[seq]);
+    return counts[seq] * head_tiles + (unit - seq * head_tiles) * (counts[seq + 1] - counts[seq]);
   }
-  // The block whose run holds this tile.
+  // The block whose run holds this tile, where rows are cut.
   __device__ int owner(int tile) const {
-    return static_cast<int>(((static_cast<int64_t>(tile) + 1) * gridDim.x - 1) / total);
+    const int blocks = static_cast<int>(gridDim.x);
+    const int each = total / blocks,
+              more = total - each * blocks;  // the first blocks have one more
+    const int in_first = more * (each + 1);
+    return tile < in_first ? tile / (each + 1) : more + (tile - in_first) / each;
   }
 };
 
@@ -185,8 +199,8 @@ struct QueryHeads {
 
   __device__ QueryHeads(const DecodeWork& w, int head_tile) {
     const int part = head_tile % w.tiles_a_head;
-    first = head_tile / w.tiles_a_head * w.group + part * kMmaRows;
-    count = min(kMmaRows, w.group - part * kMmaRows);
+    first = head_tile / w.tiles_a_head * w.group + part * w.tile_heads;
+    count = min(w.tile_heads, w.group - part * w.tile_heads);
   }
 };
 

@@ -49,6 +49,10 @@ __device__ __forceinline__ void async_proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// The same number, in a register of the warp: wgmma takes its descriptors from those, and moving
+// them there one by one would hold up the warps that wait for their turn.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __reduce_max_sync(kFullMask, x); }
+
 // A place in a ring and the parity of its current phase.
 template <int kSize>
 struct RingPlace {
@@ -63,12 +67,11 @@ struct RingPlace {
 };
 
 // What a computing thread knows of the item whose scores come next.
-template <typename T>
 struct PrefillRows {
   int num_tiles, first_masked;
   int valid;         // values of the last tile that exist
   int last0, last1;  // the last keys that its two rows see
-  T *out0, *out1;    // where they go, from this thread's first column on; null: nowhere
+  int out0, out1;    // where they go, in heads of out; -1: nowhere
 };
 
 template <typename T, int kHeadDim>
@@ -92,7 +95,7 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
     sm90::mbarrier_wait(base + L::kEntryBarriers + entry.at * 24 + 8, entry.phase);
     const PrefillItem item = items[entry.at];
     __syncwarp();  // all lanes have read it before one of them releases it
-    PrefillRows<T> r = {};
+    PrefillRows r = {};
     r.num_tiles = item.num_tiles;
     if (r.num_tiles == 0) return r;
     const QueryRows rows = item.rows(w);
@@ -102,9 +105,8 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
     r.valid = item.seq_len - (item.num_tiles - 1) * kTileTokens;
     r.last0 = rows.position(row0);
     r.last1 = rows.position(row1);
-    T* out = static_cast<T*>(w.p.out) + 2 * (lane % 4);
-    r.out0 = rows.exists(row0) ? out + rows.offset(row0, kHeadDim) : nullptr;
-    r.out1 = rows.exists(row1) ? out + rows.offset(row1, kHeadDim) : nullptr;
+    r.out0 = rows.exists(row0) ? static_cast<int>(rows.offset(row0, 1)) : -1;
+    r.out1 = rows.exists(row1) ? static_cast<int>(rows.offset(row1, 1)) : -1;
     queries = base + (entry.at * L::kGroups + group) * L::kTileBytes;
     return r;
   };
@@ -118,15 +120,14 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
   uint32_t p[kTileSteps][4];
   float factor[2];
 
-  auto issue_scores = [&](uint32_t keys) {
+  // a, b, values: low words of descriptors.
+  auto issue_scores = [&](uint32_t a, uint32_t b) {
     sm90::pin_registers(s);
     sm90::wgmma_fence();
-    const uint32_t b = sm90::descriptor_low(keys);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       const uint32_t step = k / 4 * (L::kPanelBytes >> 4) + k % 4 * 2;
-      sm90::wgmma<T>(s, sm90::descriptor(sm90::descriptor_low(queries) + step),
-                     sm90::descriptor(b + step), k != 0);
+      sm90::wgmma<T>(s, sm90::descriptor(a + step), sm90::descriptor(b + step), k != 0);
     }
     sm90::wgmma_commit();
   };
@@ -136,12 +137,11 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
 #pragma unroll
     for (int k = 0; k < kTileSteps; ++k)
       wgmma_registers<T, true>(
-          o, p[k], transposed_descriptor(values + k * 2 * sm90::kSwizzleAtom, L::kPanelBytes),
-          k != 0 || !fresh);
+          o, p[k], sm90::descriptor(values + k * (2 * sm90::kSwizzleAtom >> 4)), k != 0 || !fresh);
     sm90::wgmma_commit();
   };
   // Scores of tile t, which have arrived, to probabilities.
-  auto soften = [&](int t, const PrefillRows<T>& r) {
+  auto soften = [&](int t, const PrefillRows& r) {
     const int start = t * kTileTokens;
     if (t >= r.first_masked) mask_scores(s, r.last0 - start, r.last1 - start);
     const float top0 = fmaxf(m[0], max_score<0>(s)), top1 = fmaxf(m[1], max_score<1>(s));
@@ -190,12 +190,13 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
     group_barrier(1 + group, sm90::kWarpgroupSize);
   };
 
-  PrefillRows<T> now = load_item();
+  PrefillRows now = load_item();
   if (now.num_tiles == 0) return;
   if (group == L::kGroups - 1) group_arrive(next_turn, kTurnThreads);
   RingPlace<L::kStages> stage;
   sm90::mbarrier_wait(base + L::kStageBarriers, 0);
-  issue_scores(base + L::kRing);
+  issue_scores(uniform(sm90::descriptor_low(queries)),
+               uniform(sm90::descriptor_low(base + L::kRing)));
   sm90::wgmma_wait<0>();
   sm90::pin_registers(s);
   if (now.num_tiles == 1) release_queries();
@@ -208,7 +209,7 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
     // Tile t of the item `now` has its probabilities; the next tile may be another item's.
     const bool item_ends = t + 1 == now.num_tiles;
     const bool split_ends = item_ends || (t + 1) % kTilesPerSplit == 0;
-    T *const out0 = now.out0, *const out1 = now.out1;
+    const int out0 = now.out0, out1 = now.out1;
     const int valid = item_ends ? now.valid : kTileTokens;
     const int next_t = item_ends ? 0 : t + 1;
     if (item_ends) now = load_item();
@@ -221,11 +222,14 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
     if (more) sm90::mbarrier_wait(base + L::kStageBarriers + stage.at * 24, stage.phase);
     sm90::mbarrier_wait(barriers + 8, values_phase);
     if (valid < kTileTokens) clear_values(valid, values);
+    const uint32_t a = uniform(sm90::descriptor_low(queries));
+    const uint32_t b = uniform(sm90::descriptor_low(base + L::kRing + stage.at * L::kStageBytes));
+    const uint32_t v = uniform(transposed_descriptor_low(values, L::kPanelBytes));
     group_barrier(own_turn, kTurnThreads);
     // After the last item these are scores of old keys, which nobody uses: a branch around a wgmma
     // would make the compiler wait for each.
-    issue_scores(base + L::kRing + stage.at * L::kStageBytes);
-    issue_values(values, t % kTilesPerSplit == 0);
+    issue_scores(a, b);
+    issue_values(v, t % kTilesPerSplit == 0);
     group_arrive(next_turn, kTurnThreads);
 
     const float split_m[2] = {m[0], m[1]}, split_l[2] = {l[0], l[1]};
@@ -246,8 +250,9 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
       if (item_ends) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          T* out = h == 0 ? out0 : out1;
-          if (out == nullptr) continue;
+          const int row = h == 0 ? out0 : out1;
+          if (row < 0) continue;
+          T* out = static_cast<T*>(w.p.out) + static_cast<int64_t>(row) * kHeadDim + 2 * (lane % 4);
           const float inverse = inverse_sum(total_l[h]);
 #pragma unroll
           for (int b = 0; b < kHeadDim / 8; ++b)

@@ -41,16 +41,16 @@ class PrefillSchedule {
 
   // The block's next item, the same in all lanes.
   __device__ PrefillItem next() {
-    const int64_t blocks = gridDim.x;
-    const int64_t at = round_ * blocks + (round_ % 2 == 0 ? blockIdx.x : blocks - 1 - blockIdx.x);
+    const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+    const int at = round_ * blocks + (round_ % 2 == 0 ? block : blocks - 1 - block);
     ++round_;
-    while (at - base_ >= static_cast<int64_t>(total_) * heads_) {
-      base_ += static_cast<int64_t>(total_) * heads_;
+    while (at - base_ >= total_ * heads_) {
+      base_ += total_ * heads_;
       first_seq_ += members_;
       if (first_seq_ >= w_.p.num_seqs) return {};
       load_group();
     }
-    const int local = static_cast<int>((at - base_) / heads_);
+    const int local = (at - base_) / heads_;
     while (local >= through_) {
       --level_;
       above_ = through_;
@@ -72,7 +72,7 @@ class PrefillSchedule {
     item.q_len = __shfl_sync(kFullMask, q_len_, owner);
     item.seq_len = __shfl_sync(kFullMask, seq_len_, owner);
     item.slot = __shfl_sync(kFullMask, slot_, owner);
-    item.kv_head = static_cast<int>((at - base_) % heads_);
+    item.kv_head = (at - base_) % heads_;
     item.first_row = __shfl_sync(kFullMask, tile, owner) * kTileRows;
     item.num_tiles = level_;
     return item;
@@ -87,7 +87,7 @@ class PrefillSchedule {
 
   __device__ void load_group() {
     const int lane = threadIdx.x % kWarpSize;
-    const int64_t seq = first_seq_ + lane;
+    const int seq = first_seq_ + lane;
     const bool inside = seq < w_.p.num_seqs;
     slot_ = inside ? w_.p.slots[seq] : -1;
     seq_len_ = inside ? w_.p.seq_lens[seq] : 0;
@@ -113,7 +113,7 @@ class PrefillSchedule {
 
   const PrefillWork& w_;
   int heads_;
-  int64_t round_ = 0, base_ = 0, first_seq_ = 0;
+  int round_ = 0, base_ = 0, first_seq_ = 0;
   int members_, total_;          // sequences of the group, query tiles of it for one head
   int level_, above_, through_;  // tiles above the level, tiles at it or above
   int slot_, seq_len_, q_start_, q_len_, tiles_;  // of this lane's sequence

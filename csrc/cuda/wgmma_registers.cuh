@@ -9,10 +9,9 @@ namespace minivllm::cuda::attention {
 
 // Descriptor of 16 rows (the depth) of panels [64 rows][64] with the 128-byte swizzle, one panel
 // for each 64 columns of the product. The stride field steps over 8 rows, the leading field over
-// panels.
-__device__ __forceinline__ uint64_t transposed_descriptor(uint32_t address, int panel_bytes) {
-  return (static_cast<uint64_t>(sm90::kDescriptorHigh) << 32) |
-         (static_cast<uint32_t>(panel_bytes >> 4) << 16) | (address >> 4);
+// panels. The low word; the high one is sm90::kDescriptorHigh.
+__device__ __forceinline__ uint32_t transposed_descriptor_low(uint32_t address, int panel_bytes) {
+  return (static_cast<uint32_t>(panel_bytes >> 4) << 16) | (address >> 4);
 }
 
 #define MINIVLLM_R32                                                                  \
