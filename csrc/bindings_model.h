@@ -199,8 +199,7 @@ inline void silu_mul(const Tensor& out, const Tensor& x) {
 
 // weight is [n, k] on CUDA and packed on the CPU.
 inline void linear(const Tensor& out, const Tensor& x, const Tensor& weight, int64_t n,
-                   const OptionalTensor& bias, int64_t epilogue, int64_t num_chunks,
-                   const OptionalTensor& ahead) {
+                   const OptionalTensor& bias, int64_t epilogue, int64_t num_chunks) {
   CHECK_ROWS(x, x.scalar_type(), x);
   const int64_t num_tokens = x.size(0), k = x.size(1);
   const bool in_parts = out.dim() == 3;  // the chains' sums stay apart
@@ -229,7 +228,6 @@ inline void linear(const Tensor& out, const Tensor& x, const Tensor& weight, int
     check_dense(*bias, "bias", x.scalar_type(), x);
     check_shape(*bias, "bias", "n", {n});
   }
-  if (ahead.has_value()) check_dense(*ahead, "ahead", ahead->scalar_type(), x);
   const LinearParams p{out.data_ptr(),
                        x.data_ptr(),
                        weight.data_ptr(),
@@ -243,9 +241,7 @@ inline void linear(const Tensor& out, const Tensor& x, const Tensor& weight, int
                        dtype,
                        out_dtype,
                        num_chunks,
-                       in_parts ? static_cast<float*>(out.data_ptr()) : nullptr,
-                       data_or_null(ahead),
-                       ahead.has_value() ? static_cast<int64_t>(ahead->nbytes()) / 16 * 16 : 0};
+                       in_parts ? static_cast<float*>(out.data_ptr()) : nullptr};
   LAUNCH(linear, x, p);
 }
 

@@ -143,9 +143,6 @@ struct LinearParams {
   // [num_chunks, num_tokens, n] out: the chains' sums, left for the next kernel to add; out, bias
   // and epilogue are then not looked at. Null: added here.
   float* partials = nullptr;
-  // Memory that a product soon to come will read, to be asked into L2 meanwhile: a hint, on Hopper.
-  const void* ahead = nullptr;
-  int64_t ahead_bytes = 0;
 };
 
 // Per-slot state on the device: one int32 row a slot. The first words are these, the block table

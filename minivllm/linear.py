@@ -19,8 +19,6 @@ else:
 
 # Beyond so many rows the sums of K's chunks are more to move than is gained by adding them later.
 _MOST_ROWS_IN_PARTS = 256
-# With few rows memory has little to do while attention and norms run, so weights can come into L2.
-_MOST_ROWS_AHEAD = 16
 # Of a product that need not be exact, on Hopper: with more cuBLAS is the faster, by some percent.
 _MOST_ROWS_OF_OURS = 1024
 
@@ -128,14 +126,11 @@ class Linear:
             out = torch.empty((x.shape[0], self.out_size // 2), dtype=out_dtype or x.dtype, device=x.device)
         elif out is None:
             out = torch.empty((x.shape[0], self.out_size), dtype=out_dtype or x.dtype, device=x.device)
-        _C.linear(out, x, self.weight, self.out_size, self.bias, epilogue, self.num_chunks, None)
+        _C.linear(out, x, self.weight, self.out_size, self.bias, epilogue, self.num_chunks)
         return out
 
-    def begin(self, x: Tensor, ahead: Tensor | None = None) -> Tensor:
+    def begin(self, x: Tensor) -> Tensor:
         """Multiply rows, and leave the last additions to the kernel after it where that is faster.
-
-        ``ahead`` is memory that a product to come will read. For few rows it is asked into the card's cache while
-        this product waits for its input; it changes no result.
 
         Returns
         -------
@@ -146,17 +141,16 @@ class Linear:
         if not self._leaves_sums(x):
             return self(x)
         sums = torch.empty((self.num_chunks, x.shape[0], self.out_size), dtype=torch.float32, device=x.device)
-        ahead = ahead if x.shape[0] <= _MOST_ROWS_AHEAD else None
-        _C.linear(sums, x, self.weight, self.out_size, None, _C.EPILOGUE_NONE, self.num_chunks, ahead)
+        _C.linear(sums, x, self.weight, self.out_size, None, _C.EPILOGUE_NONE, self.num_chunks)
         return sums
 
-    def add_to(self, residual: Tensor, x: Tensor, ahead: Tensor | None = None) -> Tensor | None:
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor | None:
         """Add the product to ``residual``, in place, or return the sums that are still to be added to it.
 
         ``rms_norm`` takes what is returned as its ``partials``.
         """
         if self._leaves_sums(x):
-            return self.begin(x, ahead)
+            return self.begin(x)
         self(x, residual=residual)
         return None
 

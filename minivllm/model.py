@@ -14,9 +14,6 @@ from minivllm.config import rope_cos_sin
 if TYPE_CHECKING:
     from minivllm.config import ModelConfig
 
-# Of a layer's gate_up that come into L2 early, where rows are few; its first rows wait in shared memory by then.
-_AHEAD_BYTES = 24 << 20
-
 
 @dataclass
 class Inputs:
@@ -58,14 +55,6 @@ class Layer:
     down: ops.Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
-
-    @property
-    def ahead(self) -> Tensor | None:
-        """The rows of gate_up that its product reaches last, to come into L2 while attention runs."""
-        weight = self.gate_up.weight
-        if not weight.is_cuda:
-            return None
-        return weight[-(_AHEAD_BYTES // (weight.element_size() * weight.shape[1])) :]
 
 
 class Model:
@@ -154,7 +143,7 @@ class Model:
                 x = self._decode(q, inputs.sample_slots, inputs.sample_lens, inputs, cache, i)
             else:
                 x = self._attention(q, inputs, cache, i)
-            pending = layer.o.add_to(residual, x.flatten(1), layer.ahead)
+            pending = layer.o.add_to(residual, x.flatten(1))
             x = ops.rms_norm(residual, layer.post_norm, config.rms_norm_eps, partials=pending)
             pending = layer.down.add_to(residual, layer.gate_up(x))
         return ops.rms_norm(residual, self.norm, config.rms_norm_eps, partials=pending)

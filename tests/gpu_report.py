@@ -126,7 +126,9 @@ def make_report(jobs: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="only say whether the report is of this code")
-    parser.add_argument("--jobs", type=int, default=4, help="test files that run at the same time")
+    parser.add_argument(
+        "--jobs", type=int, default=min(8, os.cpu_count() or 1), help="test files that run at the same time"
+    )
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--counts", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

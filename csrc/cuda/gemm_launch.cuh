@@ -11,7 +11,7 @@ template <typename T, int kWarpgroups, int kN, int kBlocks, int kCluster, bool k
 void launch_instance(const LinearParams& p, const GemmConfig& config, Stream stream) {
   constexpr int kTokens = kWarpgroups * kTileTokens;
   const auto ceil_div = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
-  Problem problem = {};
+  Problem problem;
   problem.sharing = config.sharing;
   const int shared_tokens = config.sharing == Sharing::kTokens ? kCluster : 1;
   const int shared_weights = config.sharing == Sharing::kWeights ? kCluster : 1;
@@ -19,41 +19,29 @@ void launch_instance(const LinearParams& p, const GemmConfig& config, Stream str
   problem.chunk_stages = static_cast<int>(p.k / p.num_chunks / (kBlock * kBlocks));
   problem.chunks = in_parts ? static_cast<int>(p.num_chunks) : 1;
   problem.tile_stages = problem.chunk_stages * static_cast<int>(in_parts ? 1 : p.num_chunks);
-  // A shared operand is copied by halves: of the k-blocks, or of the rows of one k-block.
-  const auto granule = [](int shares) {
-    constexpr int kAtomRows = 8;
-    return kBlocks == 1 ? kAtomRows * shares : kAtomRows;
-  };
-  const auto round_up = [&](int64_t rows, int to) { return ceil_div(rows, to) * to; };
-  const auto operand_of = [&](const void* matrix, int64_t rows, int64_t stride, int stage_rows,
-                              int shares) {
-    Operand operand;
-    operand.end = round_up(rows, granule(shares));
-    operand.stage_rows = stage_rows;
-    const auto map_of = [&](int box_rows, int blocks) {
-      return sm90::k_block_map(matrix, p.dtype, rows, p.k, stride,
-                               kBlocks == 1 ? box_rows / shares : box_rows, blocks);
-    };
-    operand.last_rows = operand.end % stage_rows;
-    operand.whole = map_of(operand.stage_rows, kBlocks == 1 ? 1 : kBlocks / shares);
-    operand.last = operand.last_rows == 0 ? operand.whole : map_of(operand.last_rows, 1);
-    return operand;
-  };
-  const int stage_tokens =
-      static_cast<int>(std::min<int64_t>(kTokens, round_up(p.num_tokens, granule(shared_tokens))));
-  problem.x = operand_of(p.x, p.num_tokens, p.x_stride, stage_tokens, shared_tokens);
-  problem.weight = operand_of(p.weight, p.n, p.k, kN, shared_weights);
-  const int stage_bytes = (problem.x.stage_rows + kN) * kBlocks * sm90::kSwizzleRow;
+  problem.stage_tokens = kTokens;
+  for (const int rows : {32, 16, 8})
+    if (kWarpgroups == 1 && p.num_tokens <= rows) problem.stage_tokens = rows;
+  const int stage_bytes = (problem.stage_tokens + kN) * kBlocks * sm90::kSwizzleRow;
   problem.stages = std::max(2, std::min({kMaxStages, config.ring_bytes / stage_bytes}));
   const int token_tiles = ceil_div(p.num_tokens, kTokens);
   problem.token_units = ceil_div(token_tiles, shared_weights);
   problem.column_units = ceil_div(ceil_div(p.n, kN), shared_tokens);
-  problem.units = problem.token_units * problem.column_units * problem.chunks;
   constexpr int kGroupTokens = 2048;
   problem.group = kGroupTokens / kTokens / shared_weights;
   problem.stream_weight = token_tiles == 1;
-  problem.ahead = p.ahead;
-  problem.ahead_bytes = p.ahead_bytes;
+  if (kBlocks == 1 && problem.stage_tokens / shared_tokens % 8 != 0)
+    throw std::invalid_argument("too few tokens to share");
+  // A shared operand is copied by halves: of the k-blocks, or of the rows of one k-block.
+  const auto rows_of = [](int rows, int shares) { return kBlocks == 1 ? rows / shares : rows; };
+  const auto blocks_of = [](int shares) { return kBlocks == 1 ? 1 : kBlocks / shares; };
+  const auto map_of = [&](const void* matrix, int64_t rows, int64_t stride, int box_rows,
+                          int shares) {
+    return sm90::k_block_map(matrix, p.dtype, rows, p.k, stride, rows_of(box_rows, shares),
+                             blocks_of(shares));
+  };
+  problem.x = map_of(p.x, p.num_tokens, p.x_stride, problem.stage_tokens, shared_tokens);
+  problem.weight = map_of(p.weight, p.n, p.k, kN, shared_weights);
   problem.output = {in_parts ? p.partials : p.out,
                     in_parts ? nullptr : p.bias,
                     in_parts ? p.n : p.out_stride,
@@ -70,9 +58,10 @@ void launch_instance(const LinearParams& p, const GemmConfig& config, Stream str
                                    p.out_stride, kChunkRows);
     staging_bytes = kWarpgroups * kChunkBuffers * kChunkBytes;
   }
-  const int clusters = std::min(problem.units, num_sms() / kCluster);
+  const int clusters =
+      std::min(problem.token_units * problem.column_units * problem.chunks, num_sms() / kCluster);
   // The operand's rows behind few tokens are read too, also behind the last stage's tokens.
-  const int behind = (kTokens - problem.x.stage_rows) * sm90::kSwizzleRow;
+  const int behind = (kTileTokens - problem.stage_tokens) * sm90::kSwizzleRow;
   const int weight_ring = problem.stages * kBlocks * kN * sm90::kSwizzleRow;
   problem.barriers =
       problem.stages * stage_bytes + staging_bytes + std::max(0, behind - weight_ring);

@@ -114,19 +114,6 @@ __device__ __forceinline__ uint64_t evict_last_policy() {
   return policy;
 }
 
-// Asks for this CTA's share of the bytes, which are a multiple of 16 as the address is, into L2.
-__device__ __forceinline__ void prefetch_share(const void* from, int64_t bytes) {
-  constexpr int64_t kPiece = 16 * 1024;
-  for (int64_t at = blockIdx.x * kPiece; at < bytes; at += gridDim.x * kPiece) {
-    const int64_t left = bytes - at;
-    const auto size = static_cast<uint32_t>(left < kPiece ? left : kPiece);
-    asm volatile(
-        "cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(static_cast<const uint8_t*>(from) + at),
-        "r"(size)
-        : "memory");
-  }
-}
-
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
