@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_STEP = 8  # graphs hold 1, 2, 4, 8, then multiples of this many rows
+# Graphs hold 1, 2, 4, ... and then multiples of this many rows, a tile of the matrix products: those with an almost empty
+# last tile take longer than with a full one.
+_TILE = 128
 
 # Of a number of rows and the logits to write, to the tokens drawn: what is captured.
 Record = Callable[[int, Tensor], Tensor]
@@ -48,7 +50,7 @@ class Graphs:
 
     def size_of(self, rows: int) -> int:
         """Return the size of the graph that holds this many rows."""
-        padded = 1 << (rows - 1).bit_length() if rows < _STEP else -(-rows // _STEP) * _STEP
+        padded = 1 << (rows - 1).bit_length() if rows < _TILE else -(-rows // _TILE) * _TILE
         return min(padded, self._max_rows)
 
     def get(self, rows: int, record: Record) -> Graph | None:
