@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Graphs hold 1, 2, 4, ... and then multiples of this many rows, a tile of the matrix products: those with an almost empty
-# last tile take longer than with a full one.
+# Graphs hold 1, 2, 4, ... and then multiples of this many rows, a tile of the matrix products: with an almost empty
+# last tile those take longer than with a full one.
 _TILE = 128
 
 # Of a number of rows and the logits to write, to the tokens drawn: what is captured.
