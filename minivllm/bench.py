@@ -216,17 +216,18 @@ begin = time.perf_counter()
 from minivllm import BatchEngine
 BatchEngine  # imports torch
 imported = time.perf_counter()
-engine = BatchEngine(sys.argv[1], device=sys.argv[2], num_slots=int(sys.argv[3]), prefix_caching=False)
+engine = BatchEngine(sys.argv[1], device=sys.argv[2], num_slots=int(sys.argv[3]), prefix_caching=False,
+                     exact=sys.argv[4] == "True")
 ready = time.perf_counter()
 print(imported - begin, ready - imported)
 """
 
 
-def measure_start(model: str, device: str, num_slots: int, runs: int) -> dict[str, Any]:
+def measure_start(model: str, device: str, num_slots: int, runs: int, *, exact: bool = True) -> dict[str, Any]:
     """Time fresh processes: the import, then an engine that is ready for its first prompt."""
     found = []
     for _ in range(runs):
-        command = [sys.executable, "-c", _START, model, device, str(num_slots)]
+        command = [sys.executable, "-c", _START, model, device, str(num_slots), str(exact)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"the engine did not start: {done.stderr.strip()[-300:]}")
@@ -275,7 +276,7 @@ def run_minivllm(
     figures: dict[str, dict[str, Any]] = {}
     slots = NUM_SLOTS if on_gpu(device) else 8
     if START in names:
-        figures[START] = measure_start(path, device, slots, runs)
+        figures[START] = measure_start(path, device, slots, runs, exact=exact)
         told(START, figures[START])
     chosen = [name for name in names if name != START]
     if not chosen:

@@ -90,7 +90,7 @@ class Calls:
     tokenizer: Tokenizer | None
     sizes: Sizes
     seed: int
-    _path: Path | None = None  # of the model, where it has one
+    _files: saving.ModelFiles | None = None  # of the model, where it has some
     _closed: bool
     _in_turn: bool
     _next_ordinal: int
@@ -215,7 +215,7 @@ class Calls:
 
     @cached_property
     def _origin(self) -> dict[str, str]:
-        return saving.origin(self._path, self.config, self.dtype)
+        return saving.origin(self._files, self.config, self.dtype)
 
     def _maker(self) -> intake.RequestMaker:
         if self._closed:

@@ -22,6 +22,7 @@ from minivllm.lock import FairLock
 from minivllm.model import Model
 from minivllm.request import FinishReason, Generation
 from minivllm.runner import Runner, Ticket
+from minivllm.saving import ModelFiles
 from minivllm.scheduler import Scheduler
 from minivllm.sequence import Request, Sequence
 from minivllm.timeline import Timeline
@@ -92,7 +93,7 @@ class BatchEngine(Turns, Calls, Views):
     ) -> None:
         self._closed = True  # until there is something to close
         place, seed = choose_device(device), check_seed(seed)
-        path = self._path = resolve_model(model)
+        path = resolve_model(model)
         self.config = ModelConfig.from_dir(path)
         self.dtype = resolve_dtype(self.config, dtype, place)
         self.tokenizer = Tokenizer.load(path)
@@ -105,6 +106,7 @@ class BatchEngine(Turns, Calls, Views):
             "max_step_tokens": max_step_tokens,
         }
         choose_sizes(self.config, place, self.dtype, **wanted)  # what cannot be is refused before the weights are read
+        self._files = ModelFiles(path)
         weights = load_weights(path, self.config, place, self.dtype, progress)
         self.sizes = choose_sizes(self.config, place, self.dtype, **wanted)  # with the memory that is left
         network = Model(self.config, weights, self.sizes.max_seq_len, exact=exact)

@@ -36,8 +36,9 @@ _SAMPLES_A_GGUF_FILE = 2048
 def fingerprint(path: Path, config: ModelConfig) -> str:
     """Return a model's fingerprint: the same for a copy of its files, whichever shards its tensors lie in.
 
-    Every tensor is sampled, so that models differ which share all but some weights. Some kilobytes are read: it takes
-    milliseconds where the files are in memory.
+    Every tensor of a directory is sampled, so that models differ which share all but some weights; a .gguf file is
+    sampled as a whole, at places evenly spaced. Some kilobytes are read: it takes milliseconds where the files are in
+    memory.
 
     Raises
     ------

@@ -120,6 +120,7 @@ class Handle:
 
         The request goes on here too. A request with a ``logits_fn`` or with ``n`` > 1 cannot be saved, nor one that
         has ended: ValueError. The file names the model by a fingerprint of its config and weights, and the dtype: an
-        engine with another model or dtype refuses it. For the fingerprint the model's files are looked at, once.
+        engine with another model or dtype refuses it. For the fingerprint the model's files are looked at, once; where
+        they have changed since the engine read them, that is a ValueError.
         """
         self._engine._save(self._request, Path(path))

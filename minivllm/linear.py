@@ -113,7 +113,11 @@ class Linear:
         """
         if out is not None and (self.gate_up or residual is not None):
             raise ValueError("out is for plain products, with neither gate_up nor a residual")
+        if out is not None and out_dtype not in (None, out.dtype):
+            raise ValueError(f"out is {out.dtype}, and out_dtype {out_dtype}")
         wider = (out_dtype if out is None else out.dtype) not in (None, x.dtype)
+        if wider and (self.gate_up or residual is not None):
+            raise ValueError("out_dtype is for plain products, with neither gate_up nor a residual")
         if x.shape[0] > self.most_rows and not wider:
             return self._with_torch(x, residual, out)
         epilogue = _C.EPILOGUE_NONE

@@ -87,13 +87,15 @@ def rms_norm(
         ``[num_rows, hidden_size]``: written to, ``x`` is added to it, and its rows are normalised.
     partials
         ``float32[num_partials, num_rows, hidden_size]``, what `Linear.add_to` left: added to ``x``, which is then
-        the residual and written to.
+        the residual and written to. Not beside ``residual``.
 
     Returns
     -------
     Tensor
         ``[num_rows, hidden_size]``
     """
+    if residual is not None and partials is not None:
+        raise ValueError("partials are added to x, so that there is no other residual")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _C.rms_norm(out, x, weight, eps, residual if partials is None else x, partials)
     return out

@@ -15,6 +15,7 @@ from torch import Tensor
 from minivllm.config import ModelConfig
 from minivllm.fingerprint import fingerprint
 from minivllm.intake import RequestMaker
+from minivllm.loader import stored_tensors
 from minivllm.request import Logprob, Logprobs, SamplingParams, shown
 from minivllm.sequence import Request, Sequence
 
@@ -40,12 +41,32 @@ def _unpack(token: int, logprob: float, rank: int, text: str | None) -> tuple[in
     return token, Logprob(float(logprob), rank, text)
 
 
-def origin(path: Path | None, config: ModelConfig, dtype: torch.dtype) -> dict[str, str]:
-    """Return what an engine must have in common with the one that saved a request; ``path`` is that of its model.
+class ModelFiles:
+    """Remember a model's files as they are when an engine reads them, wherever the process goes afterwards."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.absolute()
+        self._seen = self._look()
+
+    def _look(self) -> list[tuple[Path, int, int]]:
+        single = self._path.is_file()
+        files = {self._path} if single else {tensor.file for tensor in stored_tensors(self._path).values()}
+        found = [(file, file.stat()) for file in sorted(files)]
+        return [(file, stat.st_size, stat.st_mtime_ns) for file, stat in found]
+
+    def fingerprint(self, config: ModelConfig) -> str:
+        """Return the model's fingerprint; ValueError where files are not those that were read, so another model's."""
+        if self._look() != self._seen:
+            raise ValueError(f"the model's files in {self._path} have changed since this engine read them")
+        return fingerprint(self._path, config)
+
+
+def origin(files: ModelFiles | None, config: ModelConfig, dtype: torch.dtype) -> dict[str, str]:
+    """Return what an engine must have in common with the one that saved a request; ``files`` are those of its model.
 
     Tokens and KV of another model would be taken for its own, and those of another dtype go on otherwise than here.
     """
-    model = "" if path is None else fingerprint(path, config)
+    model = "" if files is None else files.fingerprint(config)
     return {"model": model, "dtype": str(dtype).removeprefix("torch.")}
 
 

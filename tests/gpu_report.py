@@ -107,7 +107,8 @@ def make_report(jobs: int) -> int:
     for _, counts in results:
         for outcome, n in counts.items():
             total[outcome] += n
-    status = max((code for code, _ in results if code != pytest.ExitCode.NO_TESTS_COLLECTED), default=1)
+    # A process that a signal ended has a negative one.
+    status = max((abs(code) for code, _ in results if code != pytest.ExitCode.NO_TESTS_COLLECTED), default=1)
     if not total["passed"]:
         print("No GPU test passed, so no report was written.", file=sys.stderr)
         return status or 1

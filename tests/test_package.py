@@ -188,3 +188,16 @@ def test_gpu_report_follows_the_code(monkeypatch, tmp_path):
     kernel.rename(kernel.with_name("b.cu"))
     hashes.append(gpu_report.code_hash())
     assert len(set(hashes)) == len(hashes)
+
+
+def test_the_gpu_report_fails_where_a_process_crashed(monkeypatch, tmp_path):
+    came = {"a": (0, {"passed": 3}), "b": (-11, {"failed": 1}), "c": (5, {})}
+    files = [tmp_path / f"test_{name}.py" for name in came]
+    monkeypatch.setattr(gpu_report, "covered_files", lambda: files)
+    monkeypatch.setattr(gpu_report, "code_hash", lambda: "f" * 64)
+    monkeypatch.setattr(gpu_report, "REPORT", tmp_path / "report.json")
+    monkeypatch.setattr(gpu_report, "run_apart", lambda file, folder: came[file.stem.removeprefix("test_")])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    assert gpu_report.make_report(1) != 0
+    came["b"] = (0, {"passed": 1})
+    assert gpu_report.make_report(1) == 0, "a file without GPU tests is no failure"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import reference
@@ -149,6 +150,20 @@ def test_an_engine_that_need_not_be_exact(path, device):
         assert answers[0] == answers[1]
 
 
+def test_what_a_product_cannot_do_is_refused(device):
+    weight, x = rand(8, 16, dtype=torch.bfloat16, device=device), rand(3, 16, dtype=torch.bfloat16, device=device)
+    out = torch.zeros(3, 8, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match="out_dtype is for plain products"):
+        ops.Linear(weight)(x, residual=out, out_dtype=torch.float32)
+    with pytest.raises(ValueError, match="out_dtype is for plain products"):
+        ops.Linear(weight, gate_up=True)(x, out_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"out is torch\.bfloat16"):
+        ops.Linear(weight)(x, out=out, out_dtype=torch.float32)
+    with pytest.raises(ValueError, match="no other residual"):
+        ops.rms_norm(x, x[0].clone(), 1e-5, residual=x.clone(), partials=torch.zeros(2, 3, 16, device=device))
+    assert (out == 0).all()
+
+
 @pytest.mark.parametrize("command", ["generate", "chat", "serve"])
 def test_the_flag_reaches_the_engine(monkeypatch, command):
     given = []
@@ -166,3 +181,18 @@ def test_figures_say_whether_they_were_exact(path, monkeypatch, tmp_path):
         assert main(how) == 0
         assert json.loads((tmp_path / "figures.json").read_text())["engine"] == bench.engine_name(given[-1])
     assert given == [True, False] and bench.engine_name(True) != bench.engine_name(False)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_start_is_measured_of_the_same_engine(monkeypatch, exact):
+    given = []
+
+    def start(command, **_):
+        code = command[command.index("-c") + 1].replace("from minivllm import BatchEngine", "")
+        monkeypatch.setattr("sys.argv", ["-c", *command[command.index("-c") + 2 :]])
+        exec(code, {"BatchEngine": lambda model, **how: given.append((model, how["exact"]))})
+        return SimpleNamespace(returncode=0, stdout="1 2", stderr="")
+
+    monkeypatch.setattr(bench.subprocess, "run", start)
+    figures = bench.run_minivllm("MODEL", ["start"], 1, "cpu", lambda *_: None, exact=exact)
+    assert given == [("MODEL", exact)] and figures["start"]["s"] == 3
