@@ -15,7 +15,7 @@ from minivllm import intake
 from minivllm.calls import Cursor, OnError
 from minivllm.engine import BatchEngine
 from minivllm.intake import Params
-from minivllm.request import Delta, EngineClosedError, Generation, Logprobs, RequestError, SamplingParams
+from minivllm.request import Delta, EngineClosedError, Generation, Logprobs, RequestError, SamplingParams, shown
 from minivllm.sequence import Request
 
 logger = logging.getLogger("minivllm")
@@ -198,7 +198,7 @@ class AsyncEngine:
             With ``on_error="raise"``, a request that ended with an error.
         """
         if on_error not in ("raise", "return"):
-            raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
+            raise ValueError(f"on_error must be 'raise' or 'return', not {shown(on_error)}")
         listed = intake.as_prompts(prompts)
         if on_error == "raise":
             answers = await self.submit(listed, params, deltas=False).result()

@@ -17,7 +17,7 @@ from minivllm.defaults import Sizes
 from minivllm.handle import Handle
 from minivllm.intake import Params
 from minivllm.lock import FairLock
-from minivllm.request import Delta, EngineClosedError, Generation, RequestError, SamplingParams
+from minivllm.request import Delta, EngineClosedError, Generation, RequestError, SamplingParams, shown
 from minivllm.scheduler import Scheduler
 from minivllm.sequence import Request, Sequence
 from minivllm.tokenizer import Tokenizer
@@ -205,8 +205,7 @@ class Calls:
         True
         """
         request = saving.load(self._maker(), Path(path), self._runner.cache.kv, self._origin)
-        self._commit([request])
-        return Handle(self, request)
+        return Handle(self, self._take_on([request])[0])
 
     # ---------------------------------------------------------------- behind them
 
@@ -235,7 +234,10 @@ class Calls:
 
     def _add(self, prompts: Seq[Any], params: Params) -> list[Request]:
         make = self._maker()
-        requests = [make(p, q, i) for i, (p, q) in enumerate(intake.pair(prompts, params))]
+        return self._take_on([make(p, q, i) for i, (p, q) in enumerate(intake.pair(prompts, params))])
+
+    def _take_on(self, requests: list[Request]) -> list[Request]:
+        """Commit requests that the caller is to be handed."""
         try:
             self._commit(requests)
             return requests
@@ -245,7 +247,7 @@ class Calls:
 
     def _answer(self, prompts: Seq[Any], params: Params, on_error: OnError, progress: bool) -> list[Generation]:
         if on_error not in ("raise", "return"):
-            raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
+            raise ValueError(f"on_error must be 'raise' or 'return', not {shown(on_error)}")
         make = self._maker()
         made: list[Request | Generation] = []
         for i, (prompt, own) in enumerate(intake.pair(prompts, params)):
@@ -266,9 +268,8 @@ class Calls:
         if on_error == "raise":
             for answer, request in zip(answers, made, strict=True):
                 if answer.error is not None and isinstance(request, Request):
-                    raise RequestError(f"prompt {answer.index}: {answer.error}", answer) from request.sequences[
-                        0
-                    ].exception
+                    cause = request.sequences[0].exception
+                    raise RequestError(f"prompt {answer.index}: {answer.error}", answer) from cause
         return answers
 
     def _drive(self, requests: Seq[Request], progress: bool = False) -> None:
@@ -335,8 +336,7 @@ class Calls:
                 self._take_inbox()
             with self._turn(repair=False):
                 forks = intake.fork(request, k)
-                self._commit(forks)
-        return [Handle(self, fork) for fork in forks]
+        return [Handle(self, fork) for fork in self._take_on(forks)]
 
     def _save(self, request: Request, path: Path) -> None:
         with self._lock:

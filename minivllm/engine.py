@@ -15,7 +15,7 @@ from minivllm.block_pool import BlockPool
 from minivllm.calls import Calls
 from minivllm.config import ModelConfig, resolve_dtype
 from minivllm.defaults import choose_sizes
-from minivllm.intake import check_seed, choose_device
+from minivllm.intake import check_flags, check_seed, choose_device
 from minivllm.integrity import check
 from minivllm.loader import load_weights, resolve_model
 from minivllm.lock import FairLock
@@ -92,6 +92,7 @@ class BatchEngine(Turns, Calls, Views):
         progress: bool = False,
     ) -> None:
         self._closed = True  # until there is something to close
+        check_flags(prefix_caching=prefix_caching, cuda_graphs=cuda_graphs, exact=exact, progress=progress)
         place, seed = choose_device(device), check_seed(seed)
         path = resolve_model(model)
         self.config = ModelConfig.from_dir(path)
@@ -275,14 +276,15 @@ class BatchEngine(Turns, Calls, Views):
     def close(self) -> None:
         """Cancel what is left and give all device memory back. A second call does nothing."""
         with self._lock:
-            if self._closed:
+            if not self._closed:
+                with self._turn():
+                    self._take_inbox()
+                    for request in list(self._requests.values()):
+                        for sequence in request.sequences:
+                            self._end(sequence, "cancelled")
+                self._closed = True
+            elif self._runner.closed:  # it is not where an interrupt cut the first call short
                 return
-            with self._turn():
-                self._take_inbox()
-                for request in list(self._requests.values()):
-                    for sequence in request.sequences:
-                        self._end(sequence, "cancelled")
-            self._closed = True
             self._tickets.clear()
             self._runner.close()
             on_gpu = self.device.type == "cuda"

@@ -36,6 +36,13 @@ def check_seed(seed: Any) -> int:
     return int(seed)
 
 
+def check_flags(**flags: Any) -> None:
+    """Refuse what is no bool: a text such as "no" would count as True."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, not {shown(value)}")
+
+
 def choose_device(device: str | torch.device | None) -> torch.device:
     """Return the device to run on: CUDA where there is one that the kernels run on, unless told otherwise."""
     _extension.check_process()
@@ -57,6 +64,8 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 def _is_ids(value: object) -> bool:
     if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:  # what `tolist` cannot read
+            return False
         return value.ndim == 1 and not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
     if isinstance(value, np.ndarray):
         return value.ndim == 1 and value.dtype.kind in "iu"
@@ -128,7 +137,7 @@ def _check_conversation(messages: Any, i: int) -> None:
         raise ValueError(f"conversation {i} is empty")
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"conversation {i}: a message needs a 'role' and a 'content', not {message!r}")
+            raise ValueError(f"conversation {i}: a message needs a 'role' and a 'content', not {shown(message)}")
 
 
 def pair(prompts: Seq[Any], params: Params) -> list[tuple[Any, SamplingParams]]:
@@ -206,13 +215,13 @@ class RequestMaker:
         elif _is_ids(prompt):
             ids = prompt.tolist()
         else:
-            raise TypeError(f"{where}must be a str or a list of ints, not {prompt!r:.80}")
+            raise TypeError(f"{where}must be a str or a list of ints, not {shown(prompt)}")
         if not ids:
             raise ValueError(f"{where}is empty")
         array = _int32s(ids)
         if array is None:  # ints of other types, or far outside of any vocabulary
             if not _is_ids(ids):
-                raise TypeError(f"{where}must be a str or a list of ints, not {prompt!r:.80}")
+                raise TypeError(f"{where}must be a str or a list of ints, not {shown(prompt)}")
             ids = [int(x) for x in ids]
             array = _int32s(ids)
         size = self.config.vocab_size

@@ -308,6 +308,11 @@ class Runner:
         ids = torch.tensor(blocks, dtype=torch.long, device=self.device)
         self.cache.kv.index_copy_(1, ids, arranged.to(self.device, self.model.dtype).contiguous())
 
+    @property
+    def closed(self) -> bool:
+        """Whether the memory was given back."""
+        return not self.__dict__
+
     def close(self) -> None:
         """Give all device memory back."""
         self.drain()

@@ -293,6 +293,16 @@ def test_bench_refuses_at_once_what_cannot_be_measured(run, model, tmp_path, mon
     assert f"--output {tmp_path} is a directory" in refused(done)
 
 
+@pytest.mark.parametrize("held", ["garbage", "[]", '{"card": 1}', '{"workloads": []}', ""])
+def test_bench_refuses_to_write_over_what_is_not_its_own(run, model, tmp_path, monkeypatch, held):
+    monkeypatch.setattr(bench, "run_minivllm", lambda *_, **__: 1 / 0)
+    file = tmp_path / "notes.json"
+    file.write_text(held)
+    for output in (file, file / "below.json"):
+        assert "notes.json" in refused(run("bench", model, "--device", "cpu", "--output", output))
+    assert file.read_text() == held
+
+
 def test_bench_measures_the_card_that_was_asked_for(run, model, monkeypatch):
     cards, asked = {0: "NVIDIA T4", 1: "NVIDIA H200"}, []
     monkeypatch.setattr(intake, "choose_device", torch.device)

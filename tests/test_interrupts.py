@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dis
+import gc
 import os
 import random
 import signal
 import sys
 import time
+import weakref
 from collections import defaultdict
 from pathlib import Path
 
@@ -15,8 +17,10 @@ import pytest
 from engines import assert_empty, fake_answer, fake_engine, greedy
 
 import minivllm
+from minivllm.engine import BatchEngine
 from minivllm.lock import FairLock
 from minivllm.request import SamplingParams
+from minivllm.runner import Runner
 
 PACKAGE = str(Path(minivllm.__file__).parent)
 # Where CPython looks for a signal: as a function begins, after a call, and before it jumps back.
@@ -214,3 +218,46 @@ def test_result_can_be_asked_again_after_an_interrupt():
     start = time.perf_counter()
     assert handle.result().token_ids == fake_answer(A, greedy(30), 0)[0]
     assert time.perf_counter() - start < 5
+
+
+def commit_then_interrupt(monkeypatch):
+    commit = BatchEngine._commit
+
+    def interrupted(self, requests):
+        commit(self, requests)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BatchEngine, "_commit", interrupted)
+
+
+@pytest.mark.parametrize("name", ["submit", "fork", "load"])
+def test_an_interrupted_call_leaves_no_request_that_nobody_reads(name, tmp_path, monkeypatch):
+    engine = fake_engine()
+    monkeypatch.setattr(engine, "_origin", {"model": "fake", "dtype": "float32"}, raising=False)
+    handle = engine.submit(A, HOT)
+    engine.step()
+    handle.save(tmp_path / "one")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        commit_then_interrupt(patch)
+        calls = {"submit": (engine.submit, B), "fork": (handle.fork, 2), "load": (engine.load, tmp_path / "one")}
+        call, argument = calls[name]
+        call(argument)
+    engine.check_integrity()
+    assert list(engine._requests.values()) == [handle._request]
+    assert handle.result().token_ids == fake_answer(A, HOT, 3)[0]
+
+
+def test_close_after_an_interrupted_close_gives_the_memory_back(monkeypatch):
+    engine = fake_engine()
+    kv = weakref.ref(engine._runner.cache.kv)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Runner, "drain", interrupt)
+        engine.close()
+    engine.close()
+    gc.collect()
+    assert kv() is None
+    engine.close()
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt

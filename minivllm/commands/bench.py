@@ -16,6 +16,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--runs must be at least 1, not {args.runs}")
     if args.output is not None and Path(args.output).is_dir():
         raise ValueError(f"--output {args.output} is a directory, and a file is wanted")
+    if args.output is not None:
+        _read(Path(args.output))  # what could not be written to is refused before minutes are spent
+        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     from minivllm import bench
     from minivllm.config import ModelConfig
     from minivllm.loader import resolve_model
@@ -42,11 +45,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _read(file: Path) -> dict[str, Any]:
+    """Return the figures in a file, {} where there is none; ValueError for one that holds something else."""
+    try:
+        old = json.loads(file.read_bytes()) if file.is_file() else {"workloads": {}}
+    except ValueError:
+        old = None
+    if not isinstance(old, dict) or not isinstance(old.get("workloads"), dict):
+        raise ValueError(f"--output {file} holds something else than figures of this command: it is left as it is")
+    return old
+
+
 def write(file: Path, result: dict[str, Any]) -> None:
     """Write figures; those of other workloads that the file holds stay, with the date and commit they have."""
-    if file.is_file():
-        old = json.loads(file.read_text(encoding="utf-8"))
-        if all(old.get(key) == result[key] for key in ("card", "commit", "torch", "engine", "model")):
-            result["workloads"] = {**old["workloads"], **result["workloads"]}
+    old = _read(file)
+    if all(old.get(key) == result[key] for key in ("card", "commit", "torch", "engine", "model")):
+        result["workloads"] = {**old["workloads"], **result["workloads"]}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

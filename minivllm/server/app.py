@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from minivllm import __version__
 from minivllm.aio import AsyncEngine, AsyncHandle
-from minivllm.request import EngineClosedError, Generation, SamplingParams
+from minivllm.request import EngineClosedError, Generation, SamplingParams, shown
 from minivllm.server.answers import Answer, ChatAnswer, CompletionAnswer, events, fault, internal_error
 from minivllm.server.gate import Gate, Json, error_body
 from minivllm.server.live import register_live
@@ -46,7 +46,7 @@ class Service:
         if name is None:
             return self.names[0]
         if name not in self.names:
-            text = f"There is no model {name!r} here, only {self.names[0]!r}."
+            text = f"There is no model {shown(name)} here, only {self.names[0]!r}."
             raise BadRequestError(text, "model", "model_not_found", 404)
         return name
 
