@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from minivllm import bench
-from minivllm.commands.bench import write
+from minivllm.commands.bench import check_output, write
 from minivllm.random_model import model_path
 
 Run = Callable[[list[bench.Request]], object]
@@ -92,6 +92,15 @@ def main() -> None:
     args = parser.parse_args()
     if not args.exact and args.engine != "minivllm":
         parser.error("--no-exact is for minivllm")
+    output = args.output
+    if output is None and args.engine == "minivllm":
+        kind = "h200" if "H200" in bench.card_name(args.device) else args.device
+        output = RESULTS / f"{kind}{'' if args.exact else '-no-exact'}.json"
+    if output is not None:
+        try:
+            check_output(output)
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
     path = model_path(args.model)
     names = bench.choose(args.workloads, args.device)
     engine = bench.engine_name(args.exact) if args.engine == "minivllm" else args.engine
@@ -115,10 +124,6 @@ def main() -> None:
             figure = bench.summary(seconds, bench.WORKLOADS[name], requests, floor)
             told(name, figure)
             result["workloads"][name] = figure
-    output = args.output
-    if output is None and args.engine == "minivllm":
-        kind = "h200" if "H200" in result["card"] else args.device
-        output = RESULTS / f"{kind}{'' if args.exact else '-no-exact'}.json"
     if output is not None:
         write(output, result)
 

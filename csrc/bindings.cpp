@@ -1,9 +1,10 @@
-// The one file that knows torch, with its two parts bindings_model.h and bindings_sampling.h:
-// threads and the module minivllm._C.
+// The one file that knows torch, with its parts bindings_model.h, bindings_linear.h and
+// bindings_sampling.h: threads and the module minivllm._C.
 #include <ATen/Parallel.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include "bindings_linear.h"
 #include "bindings_model.h"
 #include "bindings_sampling.h"
 #include "cpu/isa.h"
@@ -22,19 +23,27 @@ PYBIND11_MODULE(_C, m) {
   namespace bindings = minivllm::bindings;
   namespace py = pybind11;
   // Nothing below touches a Python object, so that other threads may run meanwhile.
-  const auto define = [&m](const char* name, auto function) {
-    m.def(name, function, py::call_guard<py::gil_scoped_release>());
+  const auto define = [&m](const char* name, auto function, auto... arguments) {
+    m.def(name, function, py::call_guard<py::gil_scoped_release>(), arguments...);
   };
   define("embedding", &bindings::embedding);
   define("rms_norm", &bindings::rms_norm);
+  define("weigh_rows", &bindings::weigh_rows);
   define("rope_kv", &bindings::rope_kv);
   define("prefill_attention", &bindings::prefill_attention);
-  define("decode_attention", &bindings::decode_attention);
+  define("decode_attention", &bindings::decode_attention, py::arg("out"), py::arg("q"),
+         py::arg("kv_cache"), py::arg("block_table"), py::arg("slots"), py::arg("seq_lens"),
+         py::arg("max_seq_len"), py::arg("scale"), py::arg("workspace"),
+         py::arg("settled") = false);
   define("attention_workspace_size", &bindings::attention_workspace_size);
   define("silu_mul", &bindings::silu_mul);
   define("packed_weight_size", &bindings::packed_weight_size);
   define("pack_weight", &bindings::pack_weight);
-  define("linear", &bindings::linear);
+  define("linear", &bindings::linear, py::arg("out"), py::arg("x"), py::arg("weight"), py::arg("n"),
+         py::arg("bias"), py::arg("epilogue"), py::arg("num_chunks"),
+         py::arg("square_sums") = py::none(), py::arg("eps") = 0.0);
+  define("linear_residual_norm", &bindings::linear_residual_norm);
+  define("linear_rope_kv", &bindings::linear_rope_kv);
   define("linear_uses_wgmma", &bindings::linear_uses_wgmma);
   define("linear_chunks", &bindings::linear_chunks);
   define("update_state", &bindings::update_state);

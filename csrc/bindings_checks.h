@@ -11,9 +11,9 @@
 
 #include <initializer_list>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "kernels.h"
 
@@ -22,11 +22,24 @@ namespace minivllm {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+// Parts of messages. No streams: where a part of the C++ library is linked into this module beside
+// torch's own, they look their formats up in the wrong one, and crash on the first number.
+inline std::string text(const char* part) { return part; }
+template <class Integer, class = std::enable_if_t<std::is_integral_v<Integer>>>
+std::string text(Integer part) {
+  return std::to_string(part);
+}
+inline std::string text(at::ScalarType part) { return c10::toString(part); }
+inline std::string text(at::Device part) { return part.str(); }
+inline std::string text(at::IntArrayRef part) {
+  std::string sizes;
+  for (const int64_t size : part) sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + sizes + "]";
+}
+
 template <class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
-  std::ostringstream message;
-  (message << ... << parts);
-  throw std::invalid_argument(message.str());
+  throw std::invalid_argument((text(parts) + ...));
 }
 
 inline DType dtype_of(const Tensor& t, const char* name) {
@@ -93,10 +106,16 @@ inline const int32_t* ints(const Tensor& t) { return static_cast<const int32_t*>
 
 inline void check_on_cpu(const Tensor& t) {
   if (t.is_cpu()) return;
-  std::ostringstream message;
-  message << "a tensor is on " << t.device()
-          << " and this minivllm was compiled without kernels for it";
-  throw std::runtime_error(message.str());
+  throw std::runtime_error("a tensor is on " + text(t.device()) +
+                           " and this minivllm was compiled without kernels for it");
+}
+
+inline void check_on_cuda(const Tensor& t, const char* what) {
+  if (t.is_cpu()) fail(what, " is for CUDA tensors");
+#ifdef MINIVLLM_WITH_CUDA
+  if (t.is_cuda()) return;
+#endif
+  check_on_cpu(t);
 }
 
 // Calls the launcher of the device on which tensor is, on its current stream.
@@ -117,6 +136,17 @@ inline void check_on_cpu(const Tensor& t) {
     check_on_cpu(tensor);            \
     cpu::name(params);               \
   } while (0)
+#endif
+
+// The same for what there is on CUDA alone; check_on_cuda comes before.
+#ifdef MINIVLLM_WITH_CUDA
+#define LAUNCH_CUDA(name, tensor, params)                           \
+  do {                                                              \
+    const c10::cuda::CUDAGuard guard((tensor).device());            \
+    cuda::name(params, c10::cuda::getCurrentCUDAStream().stream()); \
+  } while (0)
+#else
+#define LAUNCH_CUDA(name, tensor, params) static_cast<void>(params)
 #endif
 
 }  // namespace minivllm

@@ -1,4 +1,4 @@
-// The bindings of a decoder's operations. Part of bindings.cpp.
+// The bindings of a decoder's operations but its products. Part of bindings.cpp.
 #pragma once
 
 #include "bindings_checks.h"
@@ -69,6 +69,44 @@ inline void rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, d
   LAUNCH(rms_norm, x, p);
 }
 
+// A row's square sums, one for kNormColumns columns: [rows, columns / kNormColumns].
+inline void check_square_sums(const Tensor& square_sums, const char* name, int64_t rows,
+                              int64_t columns, const Tensor& like) {
+  if (columns % kNormColumns != 0) {
+    fail("rows of ", columns, " columns have no ", name, ": they are of ", kNormColumns,
+         " columns each");
+  }
+  check_dense(square_sums, name, at::kFloat, like);
+  check_shape(square_sums, name, "rows, columns / 64", {rows, columns / kNormColumns});
+}
+
+// The first half of an RMSNorm for the product after it; residual is written where there are
+// partials.
+inline void weigh_rows(const Tensor& weighted, const Tensor& square_sums, const Tensor& residual,
+                       const Tensor& weight, const OptionalTensor& partials) {
+  check_on_cuda(residual, "weigh_rows");
+  CHECK_DENSE(residual, residual.scalar_type(), residual);
+  if (residual.dim() != 2) fail("residual must have the shape [num_rows, hidden_size]");
+  const int64_t num_rows = residual.size(0), hidden_size = residual.size(1);
+  CHECK_DENSE(weight, residual.scalar_type(), residual);
+  CHECK_SHAPE(weight, hidden_size);
+  CHECK_DENSE(weighted, residual.scalar_type(), residual);
+  CHECK_SHAPE(weighted, num_rows, hidden_size);
+  check_square_sums(square_sums, "square_sums", num_rows, hidden_size, residual);
+  int64_t num_partials = 0;
+  const float* sums = partial_sums(partials, num_rows, hidden_size, residual, num_partials);
+  const WeighRowsParams p{weighted.data_ptr(),
+                          static_cast<float*>(square_sums.data_ptr()),
+                          residual.data_ptr(),
+                          weight.data_ptr(),
+                          sums,
+                          num_partials,
+                          num_rows,
+                          hidden_size,
+                          dtype_of(residual, "residual")};
+  LAUNCH_CUDA(weigh_rows, residual, p);
+}
+
 inline KvCache kv_cache_of(const Tensor& kv_cache, const Tensor& block_table, const Tensor& like) {
   CHECK_DENSE(kv_cache, like.scalar_type(), like);
   if (kv_cache.dim() != 5 || kv_cache.size(1) != 2) {
@@ -83,7 +121,8 @@ inline KvCache kv_cache_of(const Tensor& kv_cache, const Tensor& block_table, co
 inline void rope_kv(const Tensor& q_out, const Tensor& qkv, const Tensor& cos_sin,
                     const Tensor& positions, const Tensor& slots, const Tensor& block_table,
                     const Tensor& kv_cache, const OptionalTensor& q_norm,
-                    const OptionalTensor& k_norm, double eps) {
+                    const OptionalTensor& k_norm, double eps, const OptionalTensor& square_sums,
+                    bool settled) {
   const bool in_parts = qkv.dim() == 3;  // the sums that linear left
   if (!in_parts) CHECK_ROWS(qkv, q_out.scalar_type(), q_out);
   const KvCache kv = kv_cache_of(kv_cache, block_table, q_out);
@@ -109,22 +148,34 @@ inline void rope_kv(const Tensor& q_out, const Tensor& qkv, const Tensor& cos_si
     check_dense(**norm, "q_norm and k_norm", q_out.scalar_type(), qkv);
     check_shape(**norm, "q_norm and k_norm", "head_dim", {head_dim});
   }
-  const RopeKvParams p{q_out.data_ptr(),
-                       qkv.data_ptr(),
-                       in_parts ? 0 : row_stride(qkv),
-                       static_cast<const float*>(cos_sin.data_ptr()),
-                       max_position,
-                       ints(positions),
-                       ints(slots),
-                       data_or_null(q_norm),
-                       data_or_null(k_norm),
-                       static_cast<float>(eps),
-                       num_tokens,
-                       num_q_heads,
-                       kv,
-                       dtype_of(q_out, "q_out"),
-                       sums,
-                       num_partials};
+  RopeKvParams p{q_out.data_ptr(),
+                 qkv.data_ptr(),
+                 in_parts ? 0 : row_stride(qkv),
+                 static_cast<const float*>(cos_sin.data_ptr()),
+                 max_position,
+                 ints(positions),
+                 ints(slots),
+                 data_or_null(q_norm),
+                 data_or_null(k_norm),
+                 static_cast<float>(eps),
+                 num_tokens,
+                 num_q_heads,
+                 kv,
+                 dtype_of(q_out, "q_out"),
+                 sums,
+                 num_partials};
+  if (square_sums.has_value()) {
+    if (!in_parts) fail("square_sums are for a product's partial sums");
+    if (q_norm.has_value() || k_norm.has_value()) fail("square_sums leave no norm of each head");
+    check_dense(*square_sums, "square_sums", at::kFloat, qkv);
+    if (square_sums->dim() != 2) fail("square_sums must have the shape [num_tokens, count]");
+    const int64_t count = square_sums->size(1);
+    check_shape(*square_sums, "square_sums", "num_tokens, count", {num_tokens, count});
+    if (count == 0) fail("square_sums must have columns");
+    p.square_sums = static_cast<const float*>(square_sums->data_ptr());
+    p.num_square_sums = count;
+  }
+  p.settled = settled;
   LAUNCH(rope_kv, qkv, p);
 }
 
@@ -178,11 +229,13 @@ inline void prefill_attention(const Tensor& out, const Tensor& q, const Tensor& 
 
 inline void decode_attention(const Tensor& out, const Tensor& q, const Tensor& kv_cache,
                              const Tensor& block_table, const Tensor& slots, const Tensor& seq_lens,
-                             int64_t max_seq_len, double scale, const OptionalTensor& workspace) {
+                             int64_t max_seq_len, double scale, const OptionalTensor& workspace,
+                             bool settled) {
   AttentionParams p =
       attention_params(out, q, kv_cache, block_table, slots, seq_lens, 1, max_seq_len, scale);
   if (p.num_tokens != p.num_seqs) fail("decode needs one row of q a sequence");
   p.workspace = data_or_null(workspace);
+  p.settled = settled;
   LAUNCH(decode_attention, q, p);
 }
 
@@ -195,100 +248,6 @@ inline void silu_mul(const Tensor& out, const Tensor& x) {
   const SiluMulParams p{out.data_ptr(), x.data_ptr(),  num_tokens,
                         size,           row_stride(x), dtype_of(x, "x")};
   LAUNCH(silu_mul, x, p);
-}
-
-// weight is [n, k] on CUDA and packed on the CPU.
-inline void linear(const Tensor& out, const Tensor& x, const Tensor& weight, int64_t n,
-                   const OptionalTensor& bias, int64_t epilogue, int64_t num_chunks) {
-  CHECK_ROWS(x, x.scalar_type(), x);
-  const int64_t num_tokens = x.size(0), k = x.size(1);
-  const bool in_parts = out.dim() == 3;  // the chains' sums stay apart
-  const DType dtype = dtype_of(x, "x");
-  CHECK_DENSE(weight, x.scalar_type(), x);
-  if (x.is_cuda()) {
-    CHECK_SHAPE(weight, n, k);
-  } else {
-    const int64_t packed_size = cpu::packed_weight_size(n, k, dtype);
-    CHECK_SHAPE(weight, packed_size);
-  }
-  if (epilogue < 0 || epilogue > 2) fail("epilogue must be 0, 1 or 2");
-  const Epilogue kind = static_cast<Epilogue>(epilogue);
-  const int64_t out_size = kind == Epilogue::kSiluMul ? n / 2 : n;
-  const DType out_dtype = dtype_of(out, "out");
-  int64_t num_partials = 0;
-  if (in_parts) {
-    if (bias.has_value()) fail("a product with a bias adds its chains itself");
-    partial_sums(out, num_tokens, n, x, num_partials);
-    if (num_partials != num_chunks) fail("out has ", num_partials, " parts of ", num_chunks);
-  } else {
-    CHECK_ROWS(out, out_dtype == DType::kFloat32 ? at::kFloat : x.scalar_type(), x);
-    CHECK_SHAPE(out, num_tokens, out_size);
-  }
-  if (bias.has_value()) {
-    check_dense(*bias, "bias", x.scalar_type(), x);
-    check_shape(*bias, "bias", "n", {n});
-  }
-  const LinearParams p{out.data_ptr(),
-                       x.data_ptr(),
-                       weight.data_ptr(),
-                       data_or_null(bias),
-                       num_tokens,
-                       n,
-                       k,
-                       row_stride(x),
-                       in_parts ? n : row_stride(out),
-                       kind,
-                       dtype,
-                       out_dtype,
-                       num_chunks,
-                       in_parts ? static_cast<float*>(out.data_ptr()) : nullptr};
-  LAUNCH(linear, x, p);
-}
-
-inline int64_t packed_weight_size(const Tensor& weight) {
-  if (weight.dim() != 2) fail("weight must have the shape [n, k]");
-  return cpu::packed_weight_size(weight.size(0), weight.size(1), dtype_of(weight, "weight"));
-}
-
-inline void pack_weight(const Tensor& packed, const Tensor& weight) {
-  CHECK_DENSE(weight, weight.scalar_type(), weight);
-  check_on_cpu(weight);
-  const DType dtype = dtype_of(weight, "weight");
-  const int64_t packed_size = packed_weight_size(weight);
-  CHECK_DENSE(packed, weight.scalar_type(), weight);
-  CHECK_SHAPE(packed, packed_size);
-  cpu::pack_weight(packed.data_ptr(), weight.data_ptr(), weight.size(0), weight.size(1), dtype);
-}
-
-// Does the kernel for Hopper take products with this weight? False elsewhere.
-inline bool linear_uses_wgmma([[maybe_unused]] const Tensor& weight,
-                              [[maybe_unused]] int64_t epilogue) {
-#ifdef MINIVLLM_WITH_CUDA
-  if (weight.is_cuda() && weight.dim() == 2) {
-    const c10::cuda::CUDAGuard guard(weight.device());
-    LinearParams p{};
-    p.weight = weight.data_ptr();
-    p.num_tokens = 1;
-    p.n = weight.size(0);
-    p.k = p.x_stride = weight.size(1);
-    p.epilogue = static_cast<Epilogue>(epilogue);
-    p.out_stride = p.epilogue == Epilogue::kSiluMul ? p.n / 2 : p.n;
-    p.dtype = p.out_dtype = dtype_of(weight, "weight");
-    return cuda::linear_uses_wgmma(p);
-  }
-#endif
-  return false;
-}
-
-// Chains that a product is cut into on the weight's device: 1 but on Hopper.
-inline int64_t linear_chunks([[maybe_unused]] const Tensor& weight,
-                             [[maybe_unused]] int64_t epilogue) {
-#ifdef MINIVLLM_WITH_CUDA
-  if (linear_uses_wgmma(weight, epilogue)) {
-    return cuda::linear_chunks(weight.size(0), weight.size(1), static_cast<Epilogue>(epilogue));
-  }
-#endif
-  return 1;
 }
 
 // Bytes of the workspace of decode_attention; 0 on the CPU, which needs none.

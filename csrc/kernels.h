@@ -84,6 +84,11 @@ struct RopeKvParams {
   // product left, added in order and rounded to dtype; null: qkv is qkv.
   const float* partials = nullptr;
   int64_t num_partials = 0;
+  // With partials: the first half of the rows' RMSNorm is done (see kNormColumns), eps is for the
+  // second, and head_dim is 64. May be null.
+  const float* square_sums = nullptr;  // [num_tokens, num_square_sums]
+  int64_t num_square_sums = 0;
+  bool settled = false;  // positions, slots and the block table are: see AttentionParams
 };
 
 // Causal attention of new tokens over the keys and values in their slots' blocks (theirs included:
@@ -108,6 +113,10 @@ struct AttentionParams {
                     // creation; else null
   KvCache kv;
   DType dtype;
+  // Decode: a kernel that lets the next ones start late (embedding does) came after the last that
+  // wrote to slots, seq_lens, the block table, or any key or value but those of each sequence's
+  // last token. So all that may be read before the kernels before have ended.
+  bool settled = false;
 };
 
 // out = silu(x[:, :n]) * x[:, n:]
@@ -124,6 +133,27 @@ enum class Epilogue : int32_t {
   kResidual = 1,  // out += x W^T (out is the residual stream, read and written)
   kSiluMul = 2,  // W's rows come in pairs gate, up, gate, up ...: out[:, i] = silu(y[:, 2i]) * y[:,
                  // 2i + 1]
+  kRopeKv = 3,   // W is [q; k; v]: q and k are rotated, q is out, k and v go into blocks (RopeKvTo)
+};
+
+// An RMSNorm taken apart, so that it needs no kernel between two products. The one before gives
+// rows * norm weight, rounded, and square sums of the rows; the one after divides its outputs:
+//   (x / rms(x) * g) W^T = (x * g) W^T / rms(x)
+// A square sum is that of kNormColumns columns of a row. See cuda/split_norm.cuh for the order of
+// additions.
+constexpr int64_t kNormColumns = 64;
+// Tokens up to which a product does kRopeKv, or the first half of a norm.
+constexpr int64_t kMostFusedTokens = 64;
+
+// Where a kRopeKv product puts keys and values; head_dim is 64, as is RopeKvParams' meaning.
+struct RopeKvTo {
+  const float* cos_sin;  // [max_position, head_dim]: cos | sin
+  int64_t max_position;
+  const int32_t* positions;  // [num_tokens]
+  const int32_t* slots;      // [num_tokens], -1: padding, nothing is written to the cache
+  int64_t num_q_heads;
+  KvCache kv;
+  bool settled;  // positions, slots and the block table are: see AttentionParams
 };
 
 // out = x W^T: num_chunks chains over equal parts of K for each output, added in order, the same
@@ -143,6 +173,28 @@ struct LinearParams {
   // [num_chunks, num_tokens, n] out: the chains' sums, left for the next kernel to add; out, bias
   // and epilogue are then not looked at. Null: added here.
   float* partials = nullptr;
+  // The first half of x's RMSNorm is done, this is for the second: [num_tokens, k / kNormColumns].
+  // Each output is multiplied by 1 / sqrt(sum of its row's / k + eps), before the bias. May be
+  // null.
+  const float* square_sums = nullptr;
+  float eps = 0;
+  // kResidual: the first half of the next RMSNorm, over the new rows of out. Null: there is none.
+  const void* norm_weight = nullptr;  // [n]
+  void* weighted = nullptr;           // [num_tokens, n], contiguous: out * norm_weight
+  float* new_square_sums = nullptr;   // [num_tokens, n / kNormColumns]
+  RopeKvTo rope = {};                 // for kRopeKv
+};
+
+// The first half of an RMSNorm by itself (see kNormColumns), after residual += x where x is given
+// as a product's partial sums.
+struct WeighRowsParams {
+  void* weighted;         // [num_rows, hidden_size]: residual * weight, rounded
+  float* square_sums;     // [num_rows, hidden_size / kNormColumns]
+  void* residual;         // [num_rows, hidden_size], contiguous; written where partials are given
+  const void* weight;     // [hidden_size]
+  const float* partials;  // [num_partials, num_rows, hidden_size], added in order; may be null
+  int64_t num_partials, num_rows, hidden_size;
+  DType dtype;
 };
 
 // Per-slot state on the device: one int32 row a slot. The first words are these, the block table
@@ -233,6 +285,7 @@ void silu_mul(const SiluMulParams& p, Stream stream);
 bool linear_uses_wgmma(const LinearParams& p);
 // How many chains that kernel cuts a product of this shape into, whatever the number of tokens.
 int64_t linear_chunks(int64_t n, int64_t k, Epilogue epilogue);
+void weigh_rows(const WeighRowsParams& p, Stream stream);
 void linear(const LinearParams& p, Stream stream);
 void update_state(const UpdateStateParams& p, Stream stream);
 void sample(const SampleParams& p, Stream stream);

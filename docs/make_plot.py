@@ -231,8 +231,11 @@ def render(results: Path = RESULTS) -> str:
     about = f"{ours['card']}, {MODEL} in bfloat16 with random weights. minivllm at {ours['commit']}, {ours['date']}"
     if below and kernels is not None and kernels["commit"] != ours["commit"]:
         about += f"; its kernels at {kernels['commit']}, {kernels['date']}"
-    parts.append(_text(EDGE, height + 26, about + ".", "muted small"))
-    height += 26 + EDGE - 8
+    given = f"The figures of {rival['engine']} were given; they are not measured by this repository."
+    for line in (about + ".", given):
+        height += 18
+        parts.append(_text(EDGE, height + 8, line, "muted small"))
+    height += EDGE
     title = f"minivllm and {rival['engine']} on one {ours['card']}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '

@@ -30,6 +30,9 @@ def embedding(
 def rms_norm(
     out: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, partials: Tensor | None, /
 ) -> None: ...
+def weigh_rows(
+    weighted: Tensor, square_sums: Tensor, residual: Tensor, weight: Tensor, partials: Tensor | None, /
+) -> None: ...
 def rope_kv(
     q_out: Tensor,
     qkv: Tensor,
@@ -41,6 +44,8 @@ def rope_kv(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    square_sums: Tensor | None,
+    settled: bool,
     /,
 ) -> None: ...
 def prefill_attention(
@@ -66,14 +71,49 @@ def decode_attention(
     max_seq_len: int,
     scale: float,
     workspace: Tensor | None,
-    /,
+    settled: bool = False,
 ) -> None: ...
 def attention_workspace_size(max_seqs: int, max_seq_len: int, num_q_heads: int, head_dim: int, /) -> int: ...
 def silu_mul(out: Tensor, x: Tensor, /) -> None: ...
 def packed_weight_size(weight: Tensor, /) -> int: ...
 def pack_weight(packed: Tensor, weight: Tensor, /) -> None: ...
 def linear(
-    out: Tensor, x: Tensor, weight: Tensor, n: int, bias: Tensor | None, epilogue: int, num_chunks: int, /
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    n: int,
+    bias: Tensor | None,
+    epilogue: int,
+    num_chunks: int,
+    square_sums: Tensor | None = None,
+    eps: float = 0.0,
+) -> None: ...
+def linear_residual_norm(
+    residual: Tensor,
+    weighted: Tensor,
+    new_square_sums: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor,
+    bias: Tensor | None,
+    num_chunks: int,
+    /,
+) -> None: ...
+def linear_rope_kv(
+    q: Tensor,
+    x: Tensor,
+    square_sums: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    num_chunks: int,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    block_table: Tensor,
+    kv_cache: Tensor,
+    settled: bool,
+    /,
 ) -> None: ...
 def linear_chunks(weight: Tensor, epilogue: int, /) -> int: ...
 def linear_uses_wgmma(weight: Tensor, epilogue: int, /) -> bool: ...

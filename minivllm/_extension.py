@@ -64,20 +64,21 @@ def load() -> ModuleType:
 
 
 @cache
-def _first_process() -> int:
-    """Return the process whose engine was the first; a fork of it inherits the answer."""
+def first_process() -> int:
+    """Return the process that asked first, as an engine was about to compute; a fork of it inherits the answer."""
     return os.getpid()
 
 
 def check_process() -> None:
-    """Raise RuntimeError in a fork of a process that had an engine.
+    """Raise RuntimeError in a fork of a process that had an engine. One that was refused before it computed is none.
 
     Threads do not come along: OpenMP would wait for ever for those that the parent's kernels ran on. One that is told
     to use no others (``torch.set_num_threads(1)``) does not wait.
     """
-    if _first_process() != os.getpid() and torch.get_num_threads() > 1:
+    had_engine = first_process.cache_info().currsize > 0
+    if had_engine and first_process() != os.getpid() and torch.get_num_threads() > 1:
         raise RuntimeError(
-            f"process {_first_process()} had an engine, and this one is a fork of it, without the threads that kernels "
+            f"process {first_process()} had an engine, and this one is a fork of it, without the threads that kernels "
             "run on: start it by 'spawn' (multiprocessing.get_context('spawn')) and make the engine there"
         )
 

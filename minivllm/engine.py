@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from minivllm import logprobs
+from minivllm._extension import first_process
 from minivllm.block_pool import BlockPool
 from minivllm.calls import Calls
 from minivllm.config import ModelConfig, resolve_dtype
@@ -108,6 +109,7 @@ class BatchEngine(Turns, Calls, Views):
         }
         choose_sizes(self.config, place, self.dtype, **wanted)  # what cannot be is refused before the weights are read
         self._files = ModelFiles(path)
+        first_process()  # from here on threads may have been started, which a fork would lack
         weights = load_weights(path, self.config, place, self.dtype, progress)
         self.sizes = choose_sizes(self.config, place, self.dtype, **wanted)  # with the memory that is left
         network = Model(self.config, weights, self.sizes.max_seq_len, exact=exact)
@@ -274,7 +276,7 @@ class BatchEngine(Turns, Calls, Views):
                 check(self._scheduler, self._requests.values())
 
     def close(self) -> None:
-        """Cancel what is left and give all device memory back. A second call does nothing."""
+        """Cancel what is left and give all device memory back. A second call finishes one that was interrupted."""
         with self._lock:
             if not self._closed:
                 with self._turn():

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Graphs hold 1, 2, 4, ... and then multiples of this many rows, a tile of the matrix products: with an almost empty
-# last tile those take longer than with a full one.
-_TILE = 128
+# Graphs hold 1, 2, 4, ... rows up to this many, and then multiples of the other.
+_POWERS = 128
+_STEP = 32
 
 # Of a number of rows and the logits to write, to the tokens drawn: what is captured.
 Record = Callable[[int, Tensor], Tensor]
@@ -50,7 +50,7 @@ class Graphs:
 
     def size_of(self, rows: int) -> int:
         """Return the size of the graph that holds this many rows."""
-        padded = 1 << (rows - 1).bit_length() if rows < _TILE else -(-rows // _TILE) * _TILE
+        padded = 1 << (rows - 1).bit_length() if rows < _POWERS else -(-rows // _STEP) * _STEP
         return min(padded, self._max_rows)
 
     def get(self, rows: int, record: Record) -> Graph | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import marshal
 import numbers
-import operator
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -71,12 +70,10 @@ def _is_ids(value: object) -> bool:
         return value.ndim == 1 and value.dtype.kind in "iu"
     if not isinstance(value, (list, tuple)) or not value:
         return False
-    if operator.countOf(map(type, value), int) == len(value):
-        return True
-    return all(isinstance(x, numbers.Integral) and not isinstance(x, bool) for x in value)
+    return _int32s(value) is not None or all(isinstance(x, numbers.Integral) and not isinstance(x, bool) for x in value)
 
 
-def _int32s(values: list[Any]) -> Ints | None:
+def _int32s(values: list[Any] | tuple[Any, ...]) -> Ints | None:
     """Return plain ints of 32 bits as an array; None where one is anything else.
 
     Marshal's second format lays each such int out as the letter i and four bytes, and nothing else begins with an i:

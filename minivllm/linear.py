@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.split_norm import Weighed, empty_weighed
+
 if TYPE_CHECKING:
     from minivllm import _C
 else:
@@ -64,9 +66,10 @@ class Linear:
         bias = None if bias is None else bias.detach().contiguous()
         epilogue = _C.EPILOGUE_SILU_MUL if gate_up else _C.EPILOGUE_NONE
         self.num_chunks = _C.linear_chunks(weight, epilogue) if bias is None else 1
+        self.uses_wgmma = _C.linear_uses_wgmma(weight, epilogue)  # the kernel for Hopper
         self.most_rows = sys.maxsize  # that our kernels multiply
         if weight.is_cuda and not exact:
-            if not _C.linear_uses_wgmma(weight, epilogue):
+            if not self.uses_wgmma:
                 self.most_rows = 0
             elif not gate_up:  # beside it torch would need another pass for silu(gate) * up
                 self.most_rows = _MOST_ROWS_OF_OURS
@@ -87,6 +90,8 @@ class Linear:
         residual: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         out: Tensor | None = None,
+        square_sums: Tensor | None = None,
+        eps: float = 0.0,
     ) -> Tensor:
         """Multiply rows.
 
@@ -100,6 +105,8 @@ class Linear:
             ``x``'s, where None; or float32, with neither ``residual`` nor ``gate_up``.
         out
             ``[num_tokens, out_size]``, float32 or ``x``'s dtype: written to and returned; for plain products.
+        square_sums, eps
+            Of `Weighed` rows, whose ``x`` is x: what comes out is that of the normed rows. Where ``uses_wgmma``.
 
         Returns
         -------
@@ -109,8 +116,10 @@ class Linear:
         Raises
         ------
         ValueError
-            A shape, dtype or device does not fit.
+            A shape, dtype or device does not fit, or what is asked for together does not.
         """
+        if self.gate_up and residual is not None:
+            raise ValueError("gate_up has no residual")
         if out is not None and (self.gate_up or residual is not None):
             raise ValueError("out is for plain products, with neither gate_up nor a residual")
         if out is not None and out_dtype not in (None, out.dtype):
@@ -118,19 +127,17 @@ class Linear:
         wider = (out_dtype if out is None else out.dtype) not in (None, x.dtype)
         if wider and (self.gate_up or residual is not None):
             raise ValueError("out_dtype is for plain products, with neither gate_up nor a residual")
-        if x.shape[0] > self.most_rows and not wider:
+        if x.shape[0] > self.most_rows and not wider and square_sums is None:
             return self._with_torch(x, residual, out)
         epilogue = _C.EPILOGUE_NONE
         if residual is not None:
-            if self.gate_up:
-                raise ValueError("gate_up has no residual")
             out, epilogue = residual, _C.EPILOGUE_RESIDUAL
         elif self.gate_up:
             epilogue = _C.EPILOGUE_SILU_MUL
-            out = torch.empty((x.shape[0], self.out_size // 2), dtype=out_dtype or x.dtype, device=x.device)
+            out = torch.empty((x.shape[0], self.out_size // 2), dtype=x.dtype, device=x.device)
         elif out is None:
             out = torch.empty((x.shape[0], self.out_size), dtype=out_dtype or x.dtype, device=x.device)
-        _C.linear(out, x, self.weight, self.out_size, self.bias, epilogue, self.num_chunks)
+        _C.linear(out, x, self.weight, self.out_size, self.bias, epilogue, self.num_chunks, square_sums, eps)
         return out
 
     def begin(self, x: Tensor) -> Tensor:
@@ -142,7 +149,7 @@ class Linear:
             ``[num_tokens, out_size]``, or the sums of K's chunks ``float32[num_chunks, num_tokens, out_size]``,
             which come to the same bits when they are added in order and rounded.
         """
-        if not self._leaves_sums(x):
+        if not self.leaves_sums(x):
             return self(x)
         sums = torch.empty((self.num_chunks, x.shape[0], self.out_size), dtype=torch.float32, device=x.device)
         _C.linear(sums, x, self.weight, self.out_size, None, _C.EPILOGUE_NONE, self.num_chunks)
@@ -153,12 +160,92 @@ class Linear:
 
         ``rms_norm`` takes what is returned as its ``partials``.
         """
-        if self._leaves_sums(x):
+        if self.leaves_sums(x):
             return self.begin(x)
         self(x, residual=residual)
         return None
 
-    def _leaves_sums(self, x: Tensor) -> bool:
+    def add_and_weigh(self, residual: Tensor, x: Tensor, norm_weight: Tensor) -> Weighed:
+        """Add the product to ``residual``, in place, and do the first half of the RMSNorm of its new rows.
+
+        Parameters
+        ----------
+        residual
+            ``[num_tokens, out_size]``: written to; ``num_tokens`` is at most 64, ``out_size`` a multiple of 64.
+        x
+            ``[num_tokens, in_size]``; rows may be apart.
+        norm_weight
+            ``[out_size]``, of the norm that follows.
+
+        Returns
+        -------
+        Weighed
+            For the product that follows.
+
+        Raises
+        ------
+        ValueError
+            A shape, dtype or device does not fit, or the kernel for Hopper does not take the product.
+        """
+        weighed = empty_weighed(residual)
+        _C.linear_residual_norm(residual, *weighed, x, self.weight, norm_weight, self.bias, self.num_chunks)
+        return weighed
+
+    def rope_kv(
+        self,
+        rows: Weighed,
+        eps: float,
+        cos_sin: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        block_table: Tensor,
+        kv_cache: Tensor,
+        settled: bool = False,
+    ) -> Tensor:
+        """Multiply rows by ``[q; k; v]``, rotate queries and keys and write keys and values into their blocks.
+
+        Parameters
+        ----------
+        rows
+            ``[num_tokens, in_size]``, at most 64 whose norm is half done.
+        eps
+            That norm's.
+        cos_sin, positions, slots, block_table, kv_cache, settled
+            As for `minivllm.ops.rope_kv`; ``head_dim`` is 64.
+
+        Returns
+        -------
+        Tensor
+            The rotated queries, ``[num_tokens, num_q_heads, head_dim]``.
+
+        Raises
+        ------
+        ValueError
+            A shape, dtype or device does not fit, or the kernel for Hopper does not take the product.
+        """
+        x, square_sums = rows
+        num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
+        num_q_heads = self.out_size // head_dim - 2 * num_kv_heads
+        q = torch.empty((x.shape[0], max(num_q_heads, 0), head_dim), dtype=x.dtype, device=x.device)
+        _C.linear_rope_kv(
+            q,
+            x,
+            square_sums,
+            eps,
+            self.weight,
+            self.bias,
+            self.num_chunks,
+            cos_sin,
+            positions,
+            slots,
+            block_table,
+            kv_cache,
+            settled,
+        )
+        return q
+
+    def leaves_sums(self, x: Tensor) -> bool:
+        """Say whether `begin` and `add_to` leave the last additions for these rows to the kernel after them."""
         return self.num_chunks > 1 and x.shape[0] <= _MOST_ROWS_IN_PARTS
 
     def _with_torch(self, x: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minivllm import ops
+from minivllm import fused, ops
 from minivllm.config import rope_cos_sin
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Model:
         self.norm = weights.pop("norm")
         self.lm_head = ops.Linear(weights.pop("lm_head") if "lm_head" in weights else self.embed, exact=exact)
         self.cos_sin = rope_cos_sin(config, max_seq_len).to(self.device)
+        self.fused = fused.suits(self)  # whether norms and rope are parts of the products
 
     @staticmethod
     def _layer(weights: dict[str, Tensor], name: str, exact: bool) -> Layer:
@@ -119,9 +120,10 @@ class Model:
         Tensor
             ``[R or T, hidden_size]``, normed.
         """
+        if self.fused and inputs.token_ids.shape[0] <= self.layers[0].qkv.most_rows:
+            return fused.hidden_states(self, inputs, cache, keep_all)
         config = self.config
         residual = ops.embedding(self.embed, inputs.token_ids, inputs.slots, cache.last_tokens)
-        last = len(self.layers) - 1
         pending = None  # of the product before, still to be added to the residual
         for i, layer in enumerate(self.layers):
             x = ops.rms_norm(residual, layer.input_norm, config.rms_norm_eps, partials=pending)
@@ -136,17 +138,23 @@ class Model:
                 layer.q_norm,
                 layer.k_norm,
                 config.rms_norm_eps,
+                settled=True,
             )
-            if i == last and inputs.sample_rows is not None and not keep_all:
-                q = q.index_select(0, inputs.sample_rows)
-                residual = residual.index_select(0, inputs.sample_rows)
-                x = self._decode(q, inputs.sample_slots, inputs.sample_lens, inputs, cache, i)
-            else:
-                x = self._attention(q, inputs, cache, i)
+            x, residual = self.attend(q, residual, inputs, cache, i, keep_all)
             pending = layer.o.add_to(residual, x.flatten(1))
             x = ops.rms_norm(residual, layer.post_norm, config.rms_norm_eps, partials=pending)
             pending = layer.down.add_to(residual, layer.gate_up(x))
         return ops.rms_norm(residual, self.norm, config.rms_norm_eps, partials=pending)
+
+    def attend(
+        self, q: Tensor, residual: Tensor, inputs: Inputs, cache: Cache, i: int, keep_all: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return what layer i's attention gives, and the residual of the same rows: in the last those that draw."""
+        if i + 1 < len(self.layers) or inputs.sample_rows is None or keep_all:
+            return self._attention(q, inputs, cache, i), residual
+        q, residual = q.index_select(0, inputs.sample_rows), residual.index_select(0, inputs.sample_rows)
+        # These rows' keys may all be new.
+        return self._decode(q, inputs.sample_slots, inputs.sample_lens, inputs, cache, i, settled=False), residual
 
     def _attention(self, q: Tensor, inputs: Inputs, cache: Cache, i: int) -> Tensor:
         d = inputs.num_decode
@@ -179,9 +187,11 @@ class Model:
         cache: Cache,
         i: int,
         out: Tensor | None = None,
+        settled: bool = True,
     ) -> Tensor:
+        kv, table, longest = cache.kv[i], cache.block_table, inputs.max_seq_len
         return ops.decode_attention(
-            q, cache.kv[i], cache.block_table, slots, lens, inputs.max_seq_len, self.scale, cache.workspace, out
+            q, kv, table, slots, lens, longest, self.scale, cache.workspace, out, settled=settled
         )
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

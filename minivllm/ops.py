@@ -34,6 +34,8 @@ from minivllm.sampling_ops import logprobs as logprobs
 from minivllm.sampling_ops import sample as sample
 from minivllm.sampling_ops import sample_workspace as sample_workspace
 from minivllm.sampling_ops import update_state as update_state
+from minivllm.split_norm import Weighed as Weighed
+from minivllm.split_norm import weigh_rows as weigh_rows
 
 if TYPE_CHECKING:
     from minivllm import _C
@@ -112,6 +114,8 @@ def rope_kv(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    square_sums: Tensor | None = None,
+    settled: bool = False,
 ) -> Tensor:
     """Rotate queries and keys by their positions and write keys and values into their blocks.
 
@@ -120,7 +124,7 @@ def rope_kv(
     Parameters
     ----------
     qkv
-        ``[num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim]``; rows may be apart.
+        ``[num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim]``; rows may be apart. Or what `Linear.begin` left.
     cos_sin
         ``float32[max_position, head_dim]``: ``head_dim / 2`` cosines, then as many sines.
     positions
@@ -136,7 +140,12 @@ def rope_kv(
     q_norm, k_norm
         ``[head_dim]``: weights of an RMSNorm of each head before the rotation, or None.
     eps
-        That norm's.
+        That norm's, or that of ``square_sums``.
+    square_sums
+        Of `Weighed` rows whose product ``qkv`` is, as partial sums; heads are of 64 then. What comes out is that of
+        the normed rows.
+    settled
+        As for ``decode_attention``, of ``positions``, ``slots`` and ``block_table``.
 
     Returns
     -------
@@ -145,7 +154,7 @@ def rope_kv(
     """
     shape = (qkv.shape[-2], num_q_heads, kv_cache.shape[4])
     q = torch.empty(shape, dtype=kv_cache.dtype, device=qkv.device)
-    _C.rope_kv(q, qkv, cos_sin, positions, slots, block_table, kv_cache, q_norm, k_norm, eps)
+    _C.rope_kv(q, qkv, cos_sin, positions, slots, block_table, kv_cache, q_norm, k_norm, eps, square_sums, settled)
     return q
 
 
@@ -208,6 +217,7 @@ def decode_attention(
     scale: float,
     workspace: Tensor | None = None,
     out: Tensor | None = None,
+    settled: bool = False,
 ) -> Tensor:
     """Attend from one new token a sequence: ``prefill_attention`` with one row of q a sequence.
 
@@ -219,6 +229,9 @@ def decode_attention(
         As for ``prefill_attention``.
     workspace
         What ``attention_workspace`` gave: written to, and left as it was found.
+    settled
+        ``embedding`` came after the last that wrote to ``slots``, ``seq_lens``, ``block_table`` or any key or value
+        but those of each sequence's last token, so that on a GPU all this may be read early.
 
     Returns
     -------
@@ -226,7 +239,7 @@ def decode_attention(
         ``[num_seqs, num_q_heads, head_dim]``
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    _C.decode_attention(out, q, kv_cache, block_table, slots, seq_lens, max_seq_len, scale, workspace)
+    _C.decode_attention(out, q, kv_cache, block_table, slots, seq_lens, max_seq_len, scale, workspace, settled)
     return out
 
 

@@ -24,7 +24,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "tests" / "gpu_report.json"
 RUNNING = "MINIVLLM_GPU_REPORT"  # set in the environment while the report is being made
-GPU_TEST = re.compile(r"^def test_\w+\([^)]*\bdevice\b|\bmark\.gpu\b", re.MULTILINE)
+# `device` itself, or `make`, whose engines are on it.
+GPU_TEST = re.compile(r"^def test_\w+\([^)]*\b(device|make)\b|\bmark\.gpu\b", re.MULTILINE)
 CODE = {".h", ".cpp", ".cu", ".cuh", ".inc"}
 
 

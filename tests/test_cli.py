@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -301,6 +302,20 @@ def test_bench_refuses_to_write_over_what_is_not_its_own(run, model, tmp_path, m
     for output in (file, file / "below.json"):
         assert "notes.json" in refused(run("bench", model, "--device", "cpu", "--output", output))
     assert file.read_text() == held
+
+
+def test_the_benchmark_of_engines_refuses_it_before_it_measures(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "run_minivllm", lambda *_, **__: 1 / 0)
+    file = tmp_path / "notes.json"
+    file.write_text("garbage")
+    script = str(Path(__file__).parents[1] / "benchmarks" / "engine.py")
+    cases = {tmp_path: "is a directory", file: "notes.json holds something else", file / "below.json": "notes.json"}
+    for output, said in cases.items():
+        monkeypatch.setattr(sys, "argv", [script, "/no/model", "--device", "cpu", "--output", str(output)])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(script, run_name="__main__")
+        assert end.value.code == 2 and said in capsys.readouterr().err
+    assert file.read_text() == "garbage"
 
 
 def test_bench_measures_the_card_that_was_asked_for(run, model, monkeypatch):

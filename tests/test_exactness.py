@@ -107,7 +107,7 @@ def test_answers_do_not_depend_on_when_others_come(path, device, dtype, alone):
         assert_empty(engine)
 
 
-def attention_by_batch(q, kv, table, slots, lens, max_seq_len, scale, workspace, out=None):
+def attention_by_batch(q, kv, table, slots, lens, max_seq_len, scale, workspace, out=None, settled=False):
     """Attend in float32, in splits whose length follows from the number of rows: right, but not always the same."""
     split = 3 + 2 * len(slots)
     out = torch.empty_like(q) if out is None else out

@@ -34,7 +34,8 @@ def test_sizes_are_few_and_hold_the_rows():
     assert all(size >= rows for rows, size in enumerate(sizes, 1))
     assert sorted(set(sizes)) == [1, 2, 4, 8, 16, 20]
     many = Graphs(torch.device("cpu"), 300, 1)
-    assert [many.size_of(rows) for rows in (64, 65, 128, 129, 256, 257)] == [64, 128, 128, 256, 256, 300]
+    found = [many.size_of(rows) for rows in (64, 65, 128, 129, 160, 161, 256, 257, 289)]
+    assert found == [64, 128, 128, 160, 160, 192, 256, 288, 300]
 
 
 def test_a_size_is_captured_once(monkeypatch):

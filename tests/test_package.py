@@ -190,6 +190,20 @@ def test_gpu_report_follows_the_code(monkeypatch, tmp_path):
     assert len(set(hashes)) == len(hashes)
 
 
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("def test_a(device): ...", True),
+        ("def test_a(make, seed): ...", True),
+        ("@pytest.mark.gpu\ndef test_a(): ...", True),
+        ("def test_a(path): ...", False),
+        ("def make(device): ...", False),
+    ],
+)
+def test_what_the_gpu_report_takes_for_a_gpu_test(text, is_one):
+    assert (gpu_report.GPU_TEST.search(text) is not None) == is_one
+
+
 def test_the_gpu_report_fails_where_a_process_crashed(monkeypatch, tmp_path):
     came = {"a": (0, {"passed": 3}), "b": (-11, {"failed": 1}), "c": (5, {})}
     files = [tmp_path / f"test_{name}.py" for name in came]

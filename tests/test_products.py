@@ -16,6 +16,7 @@ from torch import Tensor
 from minivllm import bench, ops
 from minivllm.cli import build_parser, main
 from minivllm.commands.options import make_engine
+from minivllm.request import RequestError
 
 CUDA = torch.device("cuda")
 NUM_ROWS = [1, 2, 3, 7, 8, 16, 17, 64, 65, 200, 1000]
@@ -150,6 +151,39 @@ def test_an_engine_that_need_not_be_exact(path, device):
         assert answers[0] == answers[1]
 
 
+def test_no_product_of_the_cpu_has_half_a_norm_or_rope():
+    cpu, dtype = torch.device("cpu"), torch.bfloat16
+    layer = ops.Linear(rand(192, 64, dtype=dtype, device=cpu))
+    square = ops.Linear(rand(64, 64, dtype=dtype, device=cpu))
+    x, norm, sums = rand(3, 64, dtype=dtype, device=cpu), rand(64, dtype=dtype, device=cpu), torch.ones(3, 1)
+    residual, cache = x.clone(), torch.zeros(1, 2, 1, 16, 64, dtype=dtype)
+    places = [torch.zeros(3, dtype=torch.int32)] * 2
+    with pytest.raises(ValueError, match="weigh_rows is for CUDA"):
+        ops.weigh_rows(residual, norm)
+    with pytest.raises(ValueError, match="weigh_rows is for CUDA"):
+        ops.weigh_rows(residual, norm, torch.ones(2, 3, 64))
+    with pytest.raises(ValueError, match="square_sums is for CUDA"):
+        layer(x, square_sums=sums, eps=1e-5)
+    with pytest.raises(ValueError, match="linear_residual_norm is for CUDA"):
+        square.add_and_weigh(residual, x, norm)
+    with pytest.raises(ValueError, match="linear_rope_kv is for CUDA"):
+        rows, table = ops.Weighed(x, sums), torch.zeros(1, 1, dtype=torch.int32)
+        layer.rope_kv(rows, 1e-5, torch.zeros(16, 64), *places, table, cache)
+    assert torch.equal(residual, x)
+    assert (cache == 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_on_the_cpu_is_not_fused(path, dtype):
+    with tiny_engine(path, torch.device("cpu"), dtype=dtype) as engine:
+        model = engine._runner.model
+        assert model.fused is False
+        assert not any(linear.uses_wgmma for layer in model.layers for linear in (layer.qkv, layer.o, layer.down))
+        model.fused = True  # the choice is what keeps the CPU away from kernels that it does not have
+        with pytest.raises(RequestError, match="weigh_rows is for CUDA"):
+            engine.generate([[5, 6, 7]], greedy(2))
+
+
 def test_what_a_product_cannot_do_is_refused(device):
     weight, x = rand(8, 16, dtype=torch.bfloat16, device=device), rand(3, 16, dtype=torch.bfloat16, device=device)
     out = torch.zeros(3, 8, dtype=torch.bfloat16, device=device)
@@ -157,6 +191,11 @@ def test_what_a_product_cannot_do_is_refused(device):
         ops.Linear(weight)(x, residual=out, out_dtype=torch.float32)
     with pytest.raises(ValueError, match="out_dtype is for plain products"):
         ops.Linear(weight, gate_up=True)(x, out_dtype=torch.float32)
+    gated = ops.Linear(weight, gate_up=True)
+    for most_rows in (gated.most_rows, 0):  # by our kernels, and by torch
+        gated.most_rows = most_rows
+        with pytest.raises(ValueError, match="gate_up has no residual"):
+            gated(x, residual=out)
     with pytest.raises(ValueError, match=r"out is torch\.bfloat16"):
         ops.Linear(weight)(x, out=out, out_dtype=torch.float32)
     with pytest.raises(ValueError, match="no other residual"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import http.client
 import json
 import re
+import signal
 import socket
 import threading
 import time
@@ -24,6 +26,7 @@ from minivllm.request import SamplingParams as Params
 from minivllm.server.app import create_app
 from minivllm.server.gate import is_loopback
 from minivllm.server.protocol import ChatBody, CompletionBody
+from minivllm.server.run import serve
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 ENDLESS = {"ignore_eos": True}
@@ -600,3 +603,17 @@ def test_answers_on_their_way_end_with_the_server(model):
         thread.join()
     assert found[0].status_code == 503
     assert found[0].json()["error"]["code"] == "cancelled"
+
+
+def test_the_collector_leaves_alone_what_stays_as_long_as_the_server(model, monkeypatch):
+    frozen, numbers = [gc.get_freeze_count()], (signal.SIGINT, signal.SIGTERM)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: frozen.append(gc.get_freeze_count()))
+    before = [signal.getsignal(number) for number in numbers]
+    how = {"host": "127.0.0.1", "port": 0, "api_key": None, "max_queue": 1, "max_body_bytes": 1 << 20}
+    try:
+        serve(lambda: BatchEngine(model, device="cpu"), ["tiny"], cors_origins=[], verbose=False, **how)
+    finally:
+        gc.unfreeze()
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    assert frozen[1] - frozen[0] > 10_000

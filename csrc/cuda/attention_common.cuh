@@ -18,8 +18,16 @@
 #include <cmath>
 
 #include "common.cuh"
+#include "sm80.cuh"
 
 namespace minivllm::cuda::attention {
+
+using sm80::commit_copies;
+using sm80::copy_async;
+using sm80::load_matrices;
+using sm80::load_matrices_transposed;
+using sm80::mma;
+using sm80::wait_copies;
 
 constexpr int kTileTokens = 64;
 constexpr int kSplitTokens = 256;
@@ -160,37 +168,6 @@ __device__ __forceinline__ void probability_operand(uint32_t (&a)[4], const floa
   for (int i = 0; i < 4; ++i) a[i] = pack<T>(p[8 * k + 2 * i], p[8 * k + 2 * i + 1]);
 }
 
-// d[16, 8] += a[16, 16] b[8, 16]^T over a warp.
-template <typename T>
-__device__ __forceinline__ void mma(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-}
-
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
 // Queries of one warp's 16 rows as left operands, from global memory. rows[h] points at the row
 // t / 4 + 8 h of the product, null: zeros.
 template <typename T, int kHeadDim>
@@ -224,20 +201,6 @@ __device__ __forceinline__ uint32_t tile_offset(int row, int piece) {
     constexpr int kShift = kPieces % 4 == 0 ? 1 : 2;
     return (row * kPieces + (piece ^ ((row >> kShift) & kMask))) * 16;
   }
-}
-
-// 16 bytes from global to shared memory, or zeros; source must be a valid address either way.
-__device__ __forceinline__ void copy_async(uint32_t destination, const void* source, bool exists) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
-               "r"(exists ? 16 : 0)
-               : "memory");
-}
-__device__ __forceinline__ void commit_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int kPending>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // s = q k^T for one warp's rows and a tile of keys at `keys`.

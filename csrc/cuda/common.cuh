@@ -26,7 +26,10 @@ inline void check(cudaError_t error, const char* file, int line) {
 #define MINIVLLM_CHECK(call) ::minivllm::cuda::check((call), __FILE__, __LINE__)
 
 // Waits until the kernels before this one in the stream have ended and their writes can be seen.
-// Every kernel calls it before it touches memory that another kernel of the step reads or writes.
+// Every kernel calls it before it touches memory that another kernel of the step reads or writes,
+// but for what is settled (see AttentionParams::settled). At least one thread of a grid calls it
+// before the grid ends, whatever there is to do: else "the kernels before" the next one were that
+// grid alone.
 __device__ __forceinline__ void pdl_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -113,6 +116,9 @@ template <>
 __device__ __forceinline__ __half from_float<__half>(float x) {
   return __float2half_rn(x);
 }
+
+// Reads what may be settled: past L1, which nobody promises to be fresh before pdl_wait.
+__device__ __forceinline__ int32_t load_settled(const int32_t* from) { return __ldcg(from); }
 
 // kSize elements moved as one aligned access of up to 16 bytes.
 template <typename T, int kSize>

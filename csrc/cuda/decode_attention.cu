@@ -105,10 +105,10 @@ __global__ void __launch_bounds__(kThreads, (Layout<kHeadDim, kUnits>::kBlocksPe
 
   const Share share(w, counts, most_tiles);
   if (share.total == 0) return;
-  const int end = share.border(counts, blockIdx.x + 1);
-  DecodeItem item = find_item(share.border(counts, blockIdx.x), counts, num_seqs, share.head_tiles);
+  const int end = share.border(counts, share.run + 1);
+  DecodeItem item = share.find(counts, share.run);
   if (item.first >= end) return;
-  if (warp == kDecodeWarps) return finish_rows<T, kHeadDim>(w, counts, share, item, end);
+  if (warp == kDecodeWarps) return finish_rows<T, kHeadDim>(w, counts, share, item);
 
   Fetch f;
   f.item = item;
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, (Layout<kHeadDim, kUnits>::kBlocksPe
       if (f.valid > 0)
         fetch_tile<T, kHeadDim>(unit_at, cache, f, f.values ? heads * block_size : 0);
       if (f.values) {
-        advance(f.item, counts, num_seqs, w.head_tiles);
+        advance(f.item, counts, num_seqs);
         look_up();
       }
       f.values = !f.values;
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, (Layout<kHeadDim, kUnits>::kBlocksPe
   while (item.first < end) {
     const int tiles = item.tiles_here();
     DecodeItem next = item;
-    advance(next, counts, num_seqs, w.head_tiles);
+    advance(next, counts, num_seqs);
     const bool more = next.first < end;
 
     float s[kScores];
@@ -196,8 +196,10 @@ __global__ void __launch_bounds__(kThreads, (Layout<kHeadDim, kUnits>::kBlocksPe
     next_unit();
     fetch_unit();
     if (more) {
-      if (!next.same_row(item)) load_q(next);
-      if (next.seq != item.seq) length = p.seq_lens[next.seq];
+      if (next.seq != item.seq) {
+        load_q(next);
+        length = p.seq_lens[next.seq];
+      }
     }
     compute_barrier();
 
@@ -231,7 +233,8 @@ int64_t partial_bytes(int64_t num_seqs, int64_t max_seq_len, int64_t num_q_heads
 template <typename T, int kHeadDim, int kUnits>
 void launch_decode(const DecodeWork& w, int64_t max_blocks, Stream stream) {
   using L = Layout<kHeadDim, kUnits>;
-  const int64_t grid = std::min<int64_t>(max_blocks, int64_t{num_sms()} * L::kBlocksPerSm);
+  const int64_t grid = decode_grid(
+      std::min<int64_t>(max_blocks, int64_t{num_sms()} * L::kBlocksPerSm), w.head_tiles);
   prefer_shared_memory(decode_attention_kernel<T, kHeadDim, kUnits>);
   MINIVLLM_LAUNCH(decode_attention_kernel<T, kHeadDim, kUnits>, dim3(static_cast<unsigned>(grid)),
                   dim3(kThreads), L::bytes(w.p.num_seqs), stream, w);

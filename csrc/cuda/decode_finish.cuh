@@ -64,7 +64,7 @@ __device__ __forceinline__ void finish_cut_row(const DecodeWork& w, const int* c
   const int num_splits = row.num_splits();
   const int row_first = row.first - row.split * kTilesPerSplit;
   const int owner = share.owner(row_first);
-  int32_t* counter = static_cast<int32_t*>(w.p.workspace) + owner;
+  int32_t* counter = static_cast<int32_t*>(w.p.workspace) + owner * w.head_tiles + row.head_tile;
   int before = 0;
   __syncwarp();
   if (lane == 0)
@@ -135,17 +135,16 @@ __device__ __forceinline__ void finish_cut_row(const DecodeWork& w, const int* c
 // One warp: sees to the rows that the block's share cuts at its two ends.
 template <typename T, int kHeadDim>
 __device__ __forceinline__ void finish_rows(const DecodeWork& w, const int* counts,
-                                            const Share& share, const DecodeItem& first, int end) {
-  const DecodeItem after = find_item(end, counts, share.num_seqs, share.head_tiles);
-  const bool goes_on = after.first < share.total && after.split != 0;
+                                            const Share& share, const DecodeItem& first) {
+  const DecodeItem after = share.find(counts, share.run + 1);
   bool same = false;
   if (first.split != 0) {
-    same = goes_on && after.same_row(first);
+    same = after.split != 0 && after.seq == first.seq;
     named_barrier(kBeganBefore, kDecodeComputeThreads + kWarpSize);
     finish_cut_row<T, kHeadDim, 2>(w, counts, share, first,
                                    (same ? after.split : first.num_splits()) - first.split);
   }
-  if (goes_on && !same) {
+  if (after.split != 0 && !same) {
     named_barrier(kGoesOn, kDecodeComputeThreads + kWarpSize);
     finish_cut_row<T, kHeadDim, 2>(w, counts, share, after, after.split);
   }

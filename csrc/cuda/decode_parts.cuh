@@ -8,7 +8,7 @@ namespace minivllm::cuda::attention {
 
 // A block's part of a row: splits first_split .. end_split of it.
 struct RowPart {
-  int seq, head_tile;
+  int seq;
   int first_split, end_split;
   int num_tiles;  // of the sequence
   int before;     // tiles of the block's parts before this one
@@ -25,33 +25,28 @@ struct RowPart {
 // A block's share as parts of rows, some of which may be empty. All lanes of a warp make it.
 struct RowParts {
   const int* counts;
-  int head_tiles;
-  int begin, end;  // tiles, of all
-  int first_row, count;
+  int head_tile;
+  int begin, end;  // tiles, of those of all sequences
+  int first_seq, count;
   int ahead;  // tiles of the last part, if it is to come first, or 0
 
   __device__ RowParts(const Share& share, const int* tile_counts)
-      : counts(tile_counts), head_tiles(share.head_tiles) {
-    const int block = static_cast<int>(blockIdx.x);
-    const DecodeItem from =
-        find_item(share.border(counts, block), counts, share.num_seqs, head_tiles);
-    const DecodeItem to =
-        find_item(share.border(counts, block + 1), counts, share.num_seqs, head_tiles);
+      : counts(tile_counts), head_tile(share.head_tile) {
+    const DecodeItem from = share.find(counts, share.run);
+    const DecodeItem to = share.find(counts, share.run + 1);
     begin = from.first;
     end = to.first;
-    first_row = from.seq * head_tiles + from.head_tile;
-    count = to.seq * head_tiles + to.head_tile + (to.split > 0 ? 1 : 0) - first_row;
+    first_seq = from.seq;
+    count = to.seq + (to.split > 0 ? 1 : 0) - first_seq;
     ahead = count > 1 ? to.split * kTilesPerSplit : 0;
   }
 
   __device__ RowPart operator[](int index) const {
-    int row = first_row + index;
-    if (ahead > 0) row = index == 0 ? first_row + count - 1 : row - 1;
     RowPart part;
-    part.seq = row / head_tiles;
-    part.head_tile = row - part.seq * head_tiles;
-    part.num_tiles = counts[part.seq + 1] - counts[part.seq];
-    const int first = counts[part.seq] * head_tiles + part.head_tile * part.num_tiles;
+    part.seq = first_seq + index;
+    if (ahead > 0) part.seq = index == 0 ? first_seq + count - 1 : part.seq - 1;
+    const int first = counts[part.seq];
+    part.num_tiles = counts[part.seq + 1] - first;
     part.first_split = max(0, begin - first) / kTilesPerSplit;
     part.end_split = (min(part.num_tiles, end - first) + kTilesPerSplit - 1) / kTilesPerSplit;
     part.before = ahead > 0 && index == 0 ? 0 : max(0, first - begin) + ahead;
@@ -59,9 +54,8 @@ struct RowParts {
   }
   // The first split of a part.
   __device__ DecodeItem item(const RowPart& part) const {
-    return {part.seq, part.head_tile, part.first_split, part.num_tiles,
-            counts[part.seq] * head_tiles + part.head_tile * part.num_tiles +
-                part.first_split * kTilesPerSplit};
+    return {part.seq, head_tile, part.first_split, part.num_tiles,
+            counts[part.seq] + part.first_split * kTilesPerSplit};
   }
 };
 

@@ -74,6 +74,7 @@ __device__ __forceinline__ void quick_split(const DecodeSm90Work& work, int seq,
     const int position = start + lane * box;
     const bool inside = lane * box < kTileTokens && position < length;
     const int boxes = __popc(__ballot_sync(kFullMask, inside));
+    if (start + kTileTokens >= length) pdl_wait();  // for the last token's key and value
     const uint32_t full = barriers + warp * L::kBarrierBytes;
     if (lane == 0) {
       const int bytes = boxes * box * sm90::kSwizzleRow * L::kPanels;
@@ -83,7 +84,7 @@ __device__ __forceinline__ void quick_split(const DecodeSm90Work& work, int seq,
     __syncwarp();
     if (inside) {
       const int index = position / block_size;
-      const int block = kv.block_table[slot * kv.block_table_stride + index];
+      const int block = load_settled(kv.block_table + slot * kv.block_table_stride + index);
       const int row = (block * 2 * heads + head_tile / w.tiles_a_head) * block_size + position -
                       index * block_size;
       const uint32_t to = ring + warp * L::kPlaceBytes + lane * box * sm90::kSwizzleRow;
@@ -98,6 +99,7 @@ __device__ __forceinline__ void quick_split(const DecodeSm90Work& work, int seq,
     __syncwarp();
   }
 
+  pdl_wait();
   const QueryHeads heads(w, head_tile);
   const int64_t offset = (seq * w.p.num_q_heads + heads.first) * kHeadDim;
   uint32_t q[kHeadDim / kMmaDepth][4];
@@ -202,21 +204,23 @@ static __global__ void MINIVLLM_QUICK_CLUSTER __launch_bounds__(kDecodeSm90Threa
     make_barriers<kHeadDim, kTilesPerSplit>(work, ring);
   }
   sm90::cluster_barrier();  // the first block's barrier stands before another block counts on it
-  pdl_wait();
+  if (!p.settled) pdl_wait();
 
   const int row = static_cast<int>(blockIdx.x) / kQuickBlocks;
   const int seq = row / w.head_tiles;
   const bool exists = seq < p.num_seqs;
-  const int slot = exists ? p.slots[seq] : -1, length = exists ? p.seq_lens[seq] : 0;
+  const int slot = exists ? load_settled(p.slots + seq) : -1;
+  const int length = exists ? load_settled(p.seq_lens + seq) : 0;
   int most = 0;
   for (int s = threadIdx.x % kWarpSize; s < p.num_seqs; s += kWarpSize) {
-    const int other = p.seq_lens[s];
-    most = max(most, p.slots[s] < 0 ? 0 : other);
+    const int other = load_settled(p.seq_lens + s);
+    most = max(most, load_settled(p.slots + s) < 0 ? 0 : other);
   }
   if (__reduce_max_sync(kFullMask, most) > kQuickBlocks * kSplitTokens)
     return decode_share<T, kHeadDim, kTilesPerSplit>(work, base, ring);
   const int split = static_cast<int>(blockIdx.x) % kQuickBlocks;
-  if (slot < 0 || split * kSplitTokens >= length || threadIdx.x >= kDecodeComputeThreads) return;
+  if (slot < 0 || split * kSplitTokens >= length || threadIdx.x >= kDecodeComputeThreads)
+    return pdl_wait();
   quick_split<T, kHeadDim>(work, seq, row - seq * w.head_tiles, slot, length, split, base, ring);
 #endif
 }

@@ -4,8 +4,9 @@
 // copies, and hand each place of the ring back as they leave it. A block has most of its ring on
 // the way whatever its warps do.
 //
-// A row that goes on in the next block is the block's first, so that by the time the block ends,
-// all parts of cut rows have been merged. Few rows take decode_quick.cuh where they are short.
+// A row that goes on in the next run's block is the block's first, so that by the time the block
+// ends, all parts of cut rows have been merged. Few rows take decode_quick.cuh where they are
+// short.
 #pragma once
 
 #include <algorithm>
@@ -99,8 +100,8 @@ __device__ __forceinline__ void fetch_parts(const DecodeSm90Work& work, const Ro
     const int position = at.split * kSplitTokens + lane * box;
     if (lane >= kTilesPerSplit * boxes_a_tile || position >= sequence.length) return -1;
     const int index = position / block_size;
-    const int block = kv.block_table[sequence.slot * kv.block_table_stride + index];
-    return (block * 2 * heads + at.part.head_tile / work.w.tiles_a_head) * block_size + position -
+    const int block = load_settled(kv.block_table + sequence.slot * kv.block_table_stride + index);
+    return (block * 2 * heads + parts.head_tile / work.w.tiles_a_head) * block_size + position -
            index * block_size;
   };
   Cursor at = {parts[0], 0, 0};
@@ -109,6 +110,7 @@ __device__ __forceinline__ void fetch_parts(const DecodeSm90Work& work, const Ro
   int row = look_up(at);
   int place = 0, asked = 0;
   uint32_t phase = 1;  // places start empty
+  bool has_waited = !work.w.p.settled;
   while (at.index < parts.count) {
     Cursor next = at;
     ++next.split;
@@ -119,6 +121,10 @@ __device__ __forceinline__ void fetch_parts(const DecodeSm90Work& work, const Ro
     for (int t = 0; t < tiles; ++t) {
       const uint32_t full = barriers + place * L::kBarrierBytes;
       sm90::mbarrier_wait(full + 16, phase);
+      if (!has_waited && at.split * kTilesPerSplit + t == at.part.num_tiles - 1) {
+        pdl_wait();  // for the last token's key and value
+        has_waited = true;
+      }
       const int first = t * boxes_a_tile;
       const unsigned mine =
           inside & ((boxes_a_tile == kWarpSize ? kFullMask : (1u << boxes_a_tile) - 1) << first);
@@ -183,10 +189,11 @@ __device__ __forceinline__ void compute_parts(const DecodeWork& w, const RowPart
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   WarpRow<T, kHeadDim> row;
   int asked = 0;  // as last seen
+  pdl_wait();
   for (int index = warp; index < parts.count; index += kDecodeWarps) {
     const RowPart part = parts[index];
     if (part.empty()) continue;
-    const QueryHeads heads(w, part.head_tile);
+    const QueryHeads heads(w, parts.head_tile);
     const int64_t offset = (part.seq * w.p.num_q_heads + heads.first) * kHeadDim;
     row.load_queries(static_cast<const T*>(w.p.q) + offset, heads.count);
     // The last visible key, counted from the start of the tile at hand.
@@ -241,7 +248,8 @@ __device__ __forceinline__ void compute_parts(const DecodeWork& w, const RowPart
   }
 }
 
-// What a block does once its barriers stand.
+// What a block does once its barriers stand. Wherever it ends, it has waited for the kernels
+// before.
 template <typename T, int kHeadDim, int kPlaces>
 __device__ __forceinline__ void decode_share(const DecodeSm90Work& work, uint8_t* base,
                                              uint32_t ring) {
@@ -252,7 +260,7 @@ __device__ __forceinline__ void decode_share(const DecodeSm90Work& work, uint8_t
   const int most_tiles = count_tiles<kDecodeSm90Threads>(
       w.p, counts, reinterpret_cast<int*>(base + L::kScratch), known);
   const Share share(w, counts, most_tiles);
-  if (share.total == 0) return;
+  if (share.total == 0) return pdl_wait();
   // In shared memory, where it takes no registers of the loops.
   auto* shared_parts = reinterpret_cast<RowParts*>(base + L::kParts);
   if (threadIdx.x < kWarpSize) {
@@ -261,9 +269,10 @@ __device__ __forceinline__ void decode_share(const DecodeSm90Work& work, uint8_t
   }
   __syncthreads();
   const RowParts& parts = *shared_parts;
-  if (parts.begin >= parts.end) return;
+  if (parts.begin >= parts.end) return pdl_wait();
   if (threadIdx.x >= kDecodeComputeThreads) {
     fetch_parts<kHeadDim, kPlaces>(work, parts, known, ring, ring + L::kBarriers);
+    pdl_wait();
     // Only the first two of the block's parts can be cut.
     for (int index = 0; index < min(parts.count, 2); ++index) {
       const RowPart part = parts[index];
@@ -299,7 +308,7 @@ static __global__ void __launch_bounds__(kDecodeSm90Threads, kBlocksPerSm)
   const uint32_t ring = (unaligned + kAlign) & ~kAlign;
   pdl_launch_dependents();
   if (threadIdx.x == 0) make_barriers<kHeadDim, kPlaces>(work, ring);
-  pdl_wait();
+  if (!work.w.p.settled) pdl_wait();
   decode_share<T, kHeadDim, kPlaces>(work, smem + (ring - unaligned), ring);
 #endif
 }
@@ -317,7 +326,8 @@ inline DecodeSm90Work decode_sm90_work(const DecodeWork& w) {
 template <typename T, int kHeadDim, int kPlaces, int kBlocksPerSm>
 static void launch_decode_sm90(const DecodeWork& w, int64_t max_blocks, Stream stream) {
   const auto kernel = decode_sm90_kernel<T, kHeadDim, kPlaces, kBlocksPerSm>;
-  const int64_t grid = std::min<int64_t>(max_blocks, int64_t{num_sms()} * kBlocksPerSm);
+  const int64_t grid =
+      decode_grid(std::min<int64_t>(max_blocks, int64_t{num_sms()} * kBlocksPerSm), w.head_tiles);
   MINIVLLM_LAUNCH(kernel, dim3(static_cast<unsigned>(grid)), dim3(kDecodeSm90Threads),
                   DecodeSm90Layout<kHeadDim, kPlaces>::bytes(w.p.num_seqs), stream,
                   decode_sm90_work(w));

@@ -37,73 +37,58 @@ struct DecodeWork {
   int64_t capacity;  // partials that the workspace holds
 };
 
-// A split of one (sequence, head tile); the order is sequence, head tile, split.
+// A split of one (sequence, head tile).
 struct DecodeItem {
   int seq, head_tile, split;
   int num_tiles;  // of the sequence
-  int first;      // index of its first tile among all
+  int first;      // index of its first tile among those of all sequences
 
   __device__ int num_splits() const { return (num_tiles + kTilesPerSplit - 1) / kTilesPerSplit; }
   __device__ int tiles_here() const {
     return min(kTilesPerSplit, num_tiles - split * kTilesPerSplit);
   }
-  __device__ bool same_row(const DecodeItem& other) const {
-    return seq == other.seq && head_tile == other.head_tile;
-  }
 };
 
 // counts[s]: tiles of the sequences before s.
-__device__ __forceinline__ void settle(DecodeItem& item, const int* counts, int num_seqs,
-                                       int head_tiles) {
+__device__ __forceinline__ void settle(DecodeItem& item, const int* counts, int num_seqs) {
   item.num_tiles = 0;
   while (item.seq < num_seqs) {
     item.num_tiles = counts[item.seq + 1] - counts[item.seq];
     if (item.num_tiles > 0) break;
     ++item.seq;
   }
-  item.first =
-      counts[item.seq] * head_tiles + item.head_tile * item.num_tiles + item.split * kTilesPerSplit;
+  item.first = counts[item.seq] + item.split * kTilesPerSplit;
 }
 
-__device__ __forceinline__ void advance(DecodeItem& item, const int* counts, int num_seqs,
-                                        int head_tiles) {
+__device__ __forceinline__ void advance(DecodeItem& item, const int* counts, int num_seqs) {
   if (++item.split * kTilesPerSplit >= item.num_tiles) {
     item.split = 0;
-    if (++item.head_tile == head_tiles) {
-      item.head_tile = 0;
-      ++item.seq;
-    }
+    ++item.seq;
   }
-  settle(item, counts, num_seqs, head_tiles);
+  settle(item, counts, num_seqs);
 }
 
 // The first item whose first tile is `tile` or later. All lanes of a warp call it.
-__device__ __forceinline__ DecodeItem find_item(int tile, const int* counts, int num_seqs,
-                                                int head_tiles) {
+__device__ __forceinline__ DecodeItem find_item(int tile, int head_tile, const int* counts,
+                                                int num_seqs) {
   static_assert(kDecodeMaxSeqs <= kWarpSize * kWarpSize);
-  DecodeItem item = {num_seqs, 0, 0, 0, counts[num_seqs] * head_tiles};
+  DecodeItem item = {num_seqs, head_tile, 0, 0, counts[num_seqs]};
   if (tile >= item.first) return item;
-  // The last s with counts[s] * head_tiles <= tile, in two looks at ascending numbers.
+  // The last s with counts[s] <= tile, in two looks at ascending numbers.
   const int lane = threadIdx.x % kWarpSize;
   item.seq = 0;
 #pragma unroll
   for (int step = kWarpSize; step > 0; step /= kWarpSize) {
     const int s = item.seq + lane * step;
-    const bool begun = s < num_seqs && counts[s] * head_tiles <= tile;
+    const bool begun = s < num_seqs && counts[s] <= tile;
     item.seq += (__popc(__ballot_sync(kFullMask, begun)) - 1) * step;
   }
-  const int num_tiles = counts[item.seq + 1] - counts[item.seq];
-  const int local = tile - counts[item.seq] * head_tiles;
-  item.head_tile = local / num_tiles;
-  item.split = (local - item.head_tile * num_tiles + kTilesPerSplit - 1) / kTilesPerSplit;
-  if (item.split * kTilesPerSplit >= num_tiles) {
+  item.split = (tile - counts[item.seq] + kTilesPerSplit - 1) / kTilesPerSplit;
+  if (item.split * kTilesPerSplit >= counts[item.seq + 1] - counts[item.seq]) {
     item.split = 0;
-    if (++item.head_tile == head_tiles) {
-      item.head_tile = 0;
-      ++item.seq;
-    }
+    ++item.seq;
   }
-  settle(item, counts, num_seqs, head_tiles);
+  settle(item, counts, num_seqs);
   return item;
 }
 
@@ -124,7 +109,7 @@ __device__ __forceinline__ int count_tiles(const AttentionParams& p, int* counts
   const int end = min(num_seqs, begin + each);
   int sum = 0, most = 0;
   for (int s = begin; s < end; ++s) {
-    const int slot = p.slots[s], length = p.seq_lens[s];
+    const int slot = load_settled(p.slots + s), length = load_settled(p.seq_lens + s);
     const int tiles = slot < 0 ? 0 : (max(length, 0) + kTileTokens - 1) / kTileTokens;
     if (known != nullptr) known[s] = {slot, length};
     sum += tiles;
@@ -156,42 +141,49 @@ __device__ __forceinline__ int count_tiles(const AttentionParams& p, int* counts
   return most;
 }
 
-// The run of items of one block: those whose first tile lies in [border(b), border(b + 1)). Runs
-// are equal in tiles, which cuts rows; or, where that takes hardly longer or the workspace could
-// not hold the cut rows, runs of whole rows.
+// What a block works on: one head tile, and a run of its items. Blocks that follow each other have
+// the same run of different head tiles: what they read at one time lies together in the cache,
+// which the device's memory likes. A run is the items whose first tile lies in [border(g),
+// border(g + 1)). Runs are equal in tiles, which cuts rows; or, where that takes hardly longer or
+// the workspace could not hold the cut rows, runs of whole rows.
 struct Share {
-  int num_seqs, head_tiles, total;
+  int num_seqs, total;  // sequences, and tiles of all of them
+  int head_tile;
+  int run, runs;  // this block's, and how many there are
   bool cut;
 
   __device__ Share(const DecodeWork& w, const int* counts, int most_tiles)
-      : num_seqs(static_cast<int>(w.p.num_seqs)), head_tiles(w.head_tiles) {
+      : num_seqs(static_cast<int>(w.p.num_seqs)), total(counts[num_seqs]) {
     constexpr int kCutCost = 9;  // what a cut row costs, in the time of tiles
-    const int blocks = static_cast<int>(gridDim.x);
-    total = counts[num_seqs] * head_tiles;
-    const int rows_a_block = (num_seqs * head_tiles + blocks - 1) / blocks;
-    const int64_t longest = static_cast<int64_t>(rows_a_block) * most_tiles;
-    cut = longest > total / blocks + kCutCost &&
-          counts[num_seqs] / kTilesPerSplit + num_seqs <= w.capacity / head_tiles;
+    run = static_cast<int>(blockIdx.x) / w.head_tiles;
+    runs = static_cast<int>(gridDim.x) / w.head_tiles;
+    head_tile = static_cast<int>(blockIdx.x) - run * w.head_tiles;
+    const int longest = (num_seqs + runs - 1) / runs * most_tiles;
+    cut = longest > total / runs + kCutCost &&
+          total / kTilesPerSplit + num_seqs <= w.capacity / w.head_tiles;
   }
-  __device__ int border(const int* counts, int block) const {
-    const int units = cut ? total : num_seqs * head_tiles;
-    const int blocks = static_cast<int>(gridDim.x);
-    const int each = units / blocks;
-    const int unit = block * each + min(block, units - each * blocks);
-    if (cut) return unit;
-    const int seq = unit / head_tiles;
-    if (seq >= num_seqs) return total;
-    return counts[seq] * head_tiles + (unit - seq * head_tiles) * (counts[seq + 1] - counts[seq]);
+  __device__ int border(const int* counts, int index) const {
+    const int units = cut ? total : num_seqs;
+    const int each = units / runs;
+    const int unit = index * each + min(index, units - each * runs);
+    return cut ? unit : counts[min(unit, num_seqs)];
   }
-  // The block whose run holds this tile, where rows are cut.
+  // The run that holds this tile, where rows are cut.
   __device__ int owner(int tile) const {
-    const int blocks = static_cast<int>(gridDim.x);
-    const int each = total / blocks,
-              more = total - each * blocks;  // the first blocks have one more
+    const int each = total / runs, more = total - each * runs;  // the first runs have one more
     const int in_first = more * (each + 1);
     return tile < in_first ? tile / (each + 1) : more + (tile - in_first) / each;
   }
+  __device__ DecodeItem find(const int* counts, int index) const {
+    return find_item(border(counts, index), head_tile, counts, num_seqs);
+  }
 };
+
+// The blocks of a grid of at most `blocks`, where that is possible: as many runs of every head
+// tile. Up to head_tiles - 1 blocks are left out, none for 8 or 12 head tiles on an H200.
+inline int64_t decode_grid(int64_t blocks, int64_t head_tiles) {
+  return blocks < head_tiles ? head_tiles : blocks / head_tiles * head_tiles;
+}
 
 // The query heads of a head tile.
 struct QueryHeads {

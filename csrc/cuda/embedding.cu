@@ -10,8 +10,10 @@ constexpr int kMaxThreads = 256;
 template <typename Word>
 __global__ void __launch_bounds__(kMaxThreads)
     embedding_kernel(EmbeddingParams p, int64_t words_per_row) {
-  pdl_launch_dependents();
+  // In this order, so that all that was in the stream before has ended when any kernel after this
+  // one starts: see AttentionParams::settled.
   pdl_wait();
+  pdl_launch_dependents();
   const int64_t token = blockIdx.x;
   int64_t id = p.token_ids[token];
   if (id < 0 && p.last_tokens != nullptr) {

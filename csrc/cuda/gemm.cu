@@ -12,6 +12,8 @@ namespace {
 constexpr int kBlock = 64;  // elements of K in a k-block
 constexpr int kTileTokens = 64;
 constexpr int kFewTokens = 64;  // one tile of tokens
+constexpr int kVeryFewTokens = 16;
+constexpr int kWholeRing = 204 * 1024;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -31,6 +33,27 @@ LinearParams one_chunk(const LinearParams& p) {
   return chunk;
 }
 
+// Parts of a decoder layer, which tiles of 64 columns do for few tokens: see gemm_fused.cuh.
+bool is_fused(const LinearParams& p) {
+  return p.epilogue == Epilogue::kRopeKv || p.weighted != nullptr;
+}
+
+// A cluster for each tile, a CTA for each chunk of K. Two CTAs share an SM: the card has places for
+// 62 clusters of four then, but only for 30 whose CTAs have an SM each.
+bool splits(const LinearParams& p) {
+  return p.num_chunks > 1 && p.partials == nullptr && p.num_tokens <= kTileTokens;
+}
+GemmConfig config_of_split(const LinearParams& p) {
+  // Four stages up to 32 tokens. Up to 16 that leaves room on an SM for a product of many columns.
+  constexpr int kRing = 96 * 1024, kRingOfVeryFewTokens = 80 * 1024;
+  return {1,
+          64,
+          2,
+          p.num_tokens <= kVeryFewTokens ? kRingOfVeryFewTokens : kRing,
+          Sharing::kNone,
+          Chunks::kSplit};
+}
+
 // Up to 64 tokens: the weights' way from memory decides, and how evenly they spread over the SMs.
 GemmConfig config_for_few_tokens(const LinearParams& p, int num_sms) {
   GemmConfig config = {};
@@ -41,16 +64,21 @@ GemmConfig config_for_few_tokens(const LinearParams& p, int num_sms) {
     if (ceil_div(p.n, columns) <= num_sms) break;
     if (columns == 64 && p.partials == nullptr) break;
   }
+  if (is_fused(p)) {
+    config.columns = 64;
+    config.stage_blocks = stage_blocks(64, p.k, false);
+    config.ring_bytes = kWholeRing;
+    return config;
+  }
   const auto columns_an_sm = [&](int columns) {
     return ceil_div(ceil_div(p.n, columns), num_sms) * columns;
   };
   if (config.columns == 64 && columns_an_sm(128) < columns_an_sm(64)) config.columns = 128;
-  constexpr int kVeryFewTokens = 16;
   config.stage_blocks = stage_blocks(config.columns, p.k, p.num_tokens <= kVeryFewTokens);
   // A small ring and a large one fit an SM together: products of few and of many columns take
   // turns in a layer, and each fills its ring while the one before still runs. More tokens need
   // the room themselves.
-  constexpr int kSmallRing = 96 * 1024, kLargeRing = 128 * 1024, kWholeRing = 204 * 1024;
+  constexpr int kSmallRing = 96 * 1024, kLargeRing = 128 * 1024;
   config.ring_bytes = config.columns == 16 ? kSmallRing : kLargeRing;
   if (p.num_tokens > kVeryFewTokens) config.ring_bytes = kWholeRing;
   return config;
@@ -98,21 +126,26 @@ double predicted_clocks(const LinearParams& p, const GemmConfig& config, int num
 GemmConfig config_for_many_tokens(const LinearParams& p, int num_sms) {
   GemmConfig best = {};
   double best_clocks = 0;
+  const bool adds = p.num_chunks > 1 && p.partials == nullptr;
   const auto consider = [&](int warpgroups, int columns, Sharing sharing) {
     GemmConfig config = {};
     config.warpgroups = warpgroups;
     config.columns = columns;
     config.stage_blocks = warpgroups == 1 ? stage_blocks(columns, p.k, false) : 1;
     config.sharing = sharing;
-    constexpr int kRing = 204 * 1024, kRingBesideStaging = 192 * 1024;
+    constexpr int kRing = 204 * 1024, kRingBesideStaging = 192 * 1024, kRingBesideSums = 150 * 1024;
     config.ring_bytes = warpgroups == 2 && columns >= 128 ? kRingBesideStaging : kRing;
-    const double clocks = predicted_clocks(p, config, num_sms);
+    if (adds && columns == 256) config.ring_bytes = kRingBesideSums;
+    // Pairs that add up chunks are slower than was predicted.
+    constexpr double kAddingPair = 3000;
+    const double clocks = predicted_clocks(p, config, num_sms) +
+                          (adds && warpgroups == 1 && sharing != Sharing::kNone ? kAddingPair : 0);
     if (best.columns != 0 && clocks >= best_clocks) return;
     best_clocks = clocks;
     best = config;
   };
-  if (p.num_chunks > 1 && p.partials == nullptr) {  // the instances that add up chunks
-    for (const int columns : {192, 128}) {
+  if (adds) {
+    for (const int columns : {256, 192, 128}) {
       consider(2, columns, Sharing::kNone);
       if (p.num_tokens > 2 * kTileTokens) consider(2, columns, Sharing::kWeights);
       consider(2, columns, Sharing::kTokens);
@@ -123,7 +156,7 @@ GemmConfig config_for_many_tokens(const LinearParams& p, int num_sms) {
       consider(1, columns, Sharing::kWeights);
     }
     best.stage_blocks = 1;
-    best.sums = true;
+    best.chunks = Chunks::kAdded;
     return best;
   }
   for (const int columns : {256, 192, 128, 96, 64, 32}) {
@@ -152,9 +185,32 @@ bool wgmma_takes_weight(const LinearParams& p) {
          compute_capability() == 90;
 }
 
+void check_fused(const LinearParams& p) {
+  if (p.square_sums == nullptr && !is_fused(p)) return;
+  if (p.partials != nullptr)
+    throw std::invalid_argument("linear: sums that are left leave the layer's parts to others");
+  if (!aligned(p.norm_weight) || !aligned(p.weighted) || !aligned(p.rope.cos_sin) ||
+      !aligned(p.rope.kv.cache))
+    throw std::invalid_argument(
+        "linear: norm_weight, weighted, cos_sin and the cache must begin at a multiple of 16 "
+        "bytes");
+  const bool whole = p.n % kNormColumns == 0 && p.k % kNormColumns == 0;
+  const int64_t heads = p.rope.num_q_heads + 2 * p.rope.kv.num_kv_heads;
+  if (p.square_sums != nullptr && !whole)
+    throw std::invalid_argument("linear: half an RMSNorm needs n and k in multiples of 64");
+  if (p.weighted != nullptr && (!whole || p.epilogue != Epilogue::kResidual))
+    throw std::invalid_argument("linear: a norm follows a residual of 64 columns or a multiple");
+  if (is_fused(p) && p.num_tokens > kMostFusedTokens)
+    throw std::invalid_argument("linear: parts of a layer are for few tokens");
+  if (p.epilogue == Epilogue::kRopeKv &&
+      (p.rope.kv.head_dim != kNormColumns || heads * kNormColumns != p.n))
+    throw std::invalid_argument("linear: kRopeKv is for q, k and v of heads of 64");
+}
+
 }  // namespace
 
 GemmConfig choose_gemm_config(const LinearParams& p, int num_sms) {
+  if (splits(p)) return config_of_split(p);
   if (p.num_chunks > 1 && p.partials == nullptr) return config_for_many_tokens(p, num_sms);
   const LinearParams tile = one_chunk(p);
   return p.num_tokens <= kFewTokens ? config_for_few_tokens(tile, num_sms)
@@ -183,8 +239,11 @@ void linear(const LinearParams& p, Stream stream) {
   const bool rounded = p.out_dtype == p.dtype;
   if (!rounded && (p.out_dtype != DType::kFloat32 || p.epilogue != Epilogue::kNone))
     throw std::invalid_argument("linear: only a plain product leaves in another dtype");
+  check_fused(p);
   if (!linear_uses_wgmma(p)) {
     if (p.partials != nullptr) throw std::invalid_argument("linear: no kernel leaves these sums");
+    if (is_fused(p) || p.square_sums != nullptr)
+      throw std::invalid_argument("linear: only the kernel for Hopper does parts of a layer");
     if (p.dtype == DType::kFloat32) return launch_gemm_simt(p, stream);
     // Where it is only x or out that stands in the way, the chains are those of other calls.
     constexpr int kParts = 4;

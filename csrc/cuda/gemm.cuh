@@ -10,14 +10,20 @@ namespace minivllm::cuda {
 // What the two CTAs of a cluster have in common and copy half each, for both.
 enum class Sharing : int { kNone = 0, kTokens = 1, kWeights = 2 };
 
+// Who adds the chunks of K up.
+enum class Chunks : int {
+  kApart = 0,  // nobody: there is one, or each is a tile of its own and leaves its sums
+  kAdded = 1,  // a CTA, which walks them all
+  kSplit = 2,  // a cluster with a CTA for each
+};
+
 struct GemmConfig {
   int warpgroups;    // 1 or 2: 64 or 128 tokens a tile
   int columns;       // rows of the weight, columns of the output, a tile
   int stage_blocks;  // k-blocks of 64 in a stage of the ring; divides k / 64
   int ring_bytes;    // at most this much shared memory for the ring; at least two stages are taken
   Sharing sharing;
-  bool sums;  // one CTA walks all chunks of K and adds up; false where K is one chunk or left in
-              // parts
+  Chunks chunks;
 };
 
 GemmConfig choose_gemm_config(const LinearParams& p, int num_sms);

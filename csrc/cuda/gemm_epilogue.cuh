@@ -9,16 +9,25 @@
 
 #include "common.cuh"
 #include "sm90.cuh"
+#include "split_norm.cuh"
 
 namespace minivllm::cuda::gemm {
 
+// LinearParams' names and meanings.
 struct Output {
-  void* out;         // [num_tokens, n], rows stride apart; n / 2 columns for kSiluMul
-  const void* bias;  // [n]; may be null
+  void* out;
+  const void* bias;
   int64_t stride;
   int num_tokens, n;
   Epilogue epilogue;
   bool is_float;  // out is float32, else T
+  int num_square_sums;
+  const float* square_sums;
+  float eps;
+  const void* norm_weight;
+  void* weighted;
+  float* new_square_sums;
+  RopeKvTo rope;
 };
 
 // Where a thread's accumulators belong. It holds two rows, 8 apart, and of every 8 columns the pair
@@ -49,6 +58,27 @@ __device__ __forceinline__ float2 unpack(uint32_t pair, __half) {
 
 __device__ __forceinline__ float silu_mul(float gate, float up) {
   return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+}
+
+// The second half of an RMSNorm: see kNormColumns. sums[h] are those of row 8 h.
+__device__ __forceinline__ void load_square_sums(split_norm::RowSums (&sums)[2], const Output& o,
+                                                 const Place& at) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int token = at.token + at.row() + 8 * h;
+    sums[h] = split_norm::RowSums(o.square_sums + static_cast<int64_t>(token) * o.num_square_sums,
+                                  token < o.num_tokens ? o.num_square_sums : 0, at.lane);
+  }
+}
+__device__ __forceinline__ void find_scales(float (&scale)[2], const split_norm::RowSums (&sums)[2],
+                                            const Output& o, int lane) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) scale[h] = sums[h].scale(o.num_square_sums, o.eps, lane);
+}
+template <int kN>
+__device__ __forceinline__ void scale_rows(float (&acc)[kN / 2], const float (&scale)[2]) {
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) acc[i] = __fmul_rn(acc[i], scale[i / 2 % 2]);
 }
 
 template <typename T, int kN>

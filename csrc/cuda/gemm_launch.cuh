@@ -7,81 +7,107 @@
 
 namespace minivllm::cuda::gemm {
 
-template <typename T, int kWarpgroups, int kN, int kBlocks, int kCluster, bool kSums>
+template <typename T, typename S>
 void launch_instance(const LinearParams& p, const GemmConfig& config, Stream stream) {
-  constexpr int kTokens = kWarpgroups * kTileTokens;
+  constexpr int kTokens = S::kTokens, kN = S::kN, kBlocks = S::kBlocks, kShare = S::kShare;
   const auto ceil_div = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
-  Problem problem;
+  Problem problem = {};
   problem.sharing = config.sharing;
-  const int shared_tokens = config.sharing == Sharing::kTokens ? kCluster : 1;
-  const int shared_weights = config.sharing == Sharing::kWeights ? kCluster : 1;
+  const int shared_tokens = config.sharing == Sharing::kTokens ? kShare : 1;
+  const int shared_weights = config.sharing == Sharing::kWeights ? kShare : 1;
   const bool in_parts = p.partials != nullptr;
   problem.chunk_stages = static_cast<int>(p.k / p.num_chunks / (kBlock * kBlocks));
   problem.chunks = in_parts ? static_cast<int>(p.num_chunks) : 1;
-  problem.tile_stages = problem.chunk_stages * static_cast<int>(in_parts ? 1 : p.num_chunks);
-  problem.stage_tokens = kTokens;
-  for (const int rows : {32, 16, 8})
-    if (kWarpgroups == 1 && p.num_tokens <= rows) problem.stage_tokens = rows;
-  const int stage_bytes = (problem.stage_tokens + kN) * kBlocks * sm90::kSwizzleRow;
+  const bool one_chunk = in_parts || S::kSplit;
+  problem.tile_stages = problem.chunk_stages * static_cast<int>(one_chunk ? 1 : p.num_chunks);
+  // A shared operand is copied by halves: of the k-blocks, or of the rows of one k-block.
+  const auto granule = [](int shares) {
+    constexpr int kAtomRows = 8;
+    return kBlocks == 1 ? kAtomRows * shares : kAtomRows;
+  };
+  const auto round_up = [&](int64_t rows, int to) { return ceil_div(rows, to) * to; };
+  const auto operand_of = [&](const void* matrix, int64_t rows, int64_t stride, int stage_rows,
+                              int shares) {
+    Operand operand;
+    operand.end = round_up(rows, granule(shares));
+    operand.stage_rows = stage_rows;
+    const auto map_of = [&](int box_rows, int blocks) {
+      return sm90::k_block_map(matrix, p.dtype, rows, p.k, stride,
+                               kBlocks == 1 ? box_rows / shares : box_rows, blocks);
+    };
+    operand.last_rows = operand.end % stage_rows;
+    operand.whole = map_of(operand.stage_rows, kBlocks == 1 ? 1 : kBlocks / shares);
+    operand.last = operand.last_rows == 0 ? operand.whole : map_of(operand.last_rows, 1);
+    return operand;
+  };
+  const int stage_tokens =
+      static_cast<int>(std::min<int64_t>(kTokens, round_up(p.num_tokens, granule(shared_tokens))));
+  problem.x = operand_of(p.x, p.num_tokens, p.x_stride, stage_tokens, shared_tokens);
+  problem.weight = operand_of(p.weight, p.n, p.k, kN, shared_weights);
+  const int stage_bytes = (problem.x.stage_rows + kN) * kBlocks * sm90::kSwizzleRow;
   problem.stages = std::max(2, std::min({kMaxStages, config.ring_bytes / stage_bytes}));
   const int token_tiles = ceil_div(p.num_tokens, kTokens);
   problem.token_units = ceil_div(token_tiles, shared_weights);
   problem.column_units = ceil_div(ceil_div(p.n, kN), shared_tokens);
+  problem.units = problem.token_units * problem.column_units * problem.chunks;
   constexpr int kGroupTokens = 2048;
   problem.group = kGroupTokens / kTokens / shared_weights;
   problem.stream_weight = token_tiles == 1;
-  if (kBlocks == 1 && problem.stage_tokens / shared_tokens % 8 != 0)
-    throw std::invalid_argument("too few tokens to share");
-  // A shared operand is copied by halves: of the k-blocks, or of the rows of one k-block.
-  const auto rows_of = [](int rows, int shares) { return kBlocks == 1 ? rows / shares : rows; };
-  const auto blocks_of = [](int shares) { return kBlocks == 1 ? 1 : kBlocks / shares; };
-  const auto map_of = [&](const void* matrix, int64_t rows, int64_t stride, int box_rows,
-                          int shares) {
-    return sm90::k_block_map(matrix, p.dtype, rows, p.k, stride, rows_of(box_rows, shares),
-                             blocks_of(shares));
-  };
-  problem.x = map_of(p.x, p.num_tokens, p.x_stride, problem.stage_tokens, shared_tokens);
-  problem.weight = map_of(p.weight, p.n, p.k, kN, shared_weights);
   problem.output = {in_parts ? p.partials : p.out,
                     in_parts ? nullptr : p.bias,
                     in_parts ? p.n : p.out_stride,
                     static_cast<int>(p.num_tokens),
                     static_cast<int>(p.n),
                     in_parts ? Epilogue::kNone : p.epilogue,
-                    in_parts || p.out_dtype == DType::kFloat32};
+                    in_parts || p.out_dtype == DType::kFloat32,
+                    static_cast<int>(p.k / kNormColumns),
+                    p.square_sums,
+                    p.eps,
+                    p.norm_weight,
+                    p.weighted,
+                    p.new_square_sums,
+                    p.rope};
+  if ((p.weighted != nullptr || p.epilogue == Epilogue::kRopeKv) && !S::kFuses)
+    throw std::invalid_argument("this instance does no parts of a layer");
   int staging_bytes = 0;
-  if constexpr (kStaged<kTokens, kN>) {
+  if constexpr (S::kStaged) {
     if (in_parts) throw std::invalid_argument("staged tiles leave no parts");
     const bool silu = p.epilogue == Epilogue::kSiluMul;
     if (silu && kN % 128 != 0) throw std::invalid_argument("kSiluMul needs 128 or 256 columns");
     problem.out = sm90::matrix_map(p.out, p.out_dtype, p.num_tokens, silu ? p.n / 2 : p.n,
                                    p.out_stride, kChunkRows);
-    staging_bytes = kWarpgroups * kChunkBuffers * kChunkBytes;
+    staging_bytes = S::kWarpgroups * kExitBytes<S>;
   }
-  const int clusters =
-      std::min(problem.token_units * problem.column_units * problem.chunks, num_sms() / kCluster);
+  // A split's CTAs have one tile; others walk.
+  const int clusters = S::kSplit ? problem.units : std::min(problem.units, num_sms() / S::kCtas);
   // The operand's rows behind few tokens are read too, also behind the last stage's tokens.
-  const int behind = (kTileTokens - problem.stage_tokens) * sm90::kSwizzleRow;
+  const int behind = (kTokens - problem.x.stage_rows) * sm90::kSwizzleRow;
   const int weight_ring = problem.stages * kBlocks * kN * sm90::kSwizzleRow;
-  problem.barriers =
+  problem.exchange =
       problem.stages * stage_bytes + staging_bytes + std::max(0, behind - weight_ring);
-  const int smem = problem.barriers + 2 * problem.stages * static_cast<int>(sizeof(uint64_t));
+  constexpr int kExchangeBytes = S::kSplit ? kSplitCtas * kTokens / 4 * kN * 4 : 0;
+  problem.barriers = problem.exchange + kExchangeBytes;
+  const int barriers = 2 * problem.stages + (S::kSplit ? S::kWarpgroups : 0);
+  const int smem = problem.barriers + barriers * static_cast<int>(sizeof(uint64_t));
   const auto kernel = [] {
-    if constexpr (kCluster == 1) return gemm_kernel<T, kWarpgroups, kN, kBlocks, kSums>;
-    if constexpr (kCluster == 2) return gemm_pair_kernel<T, kWarpgroups, kN, kBlocks, kSums>;
+    if constexpr (S::kCtas == 1) {
+      return gemm_kernel<T, S>;
+    } else {
+      return gemm_cluster_kernel<T, S>;
+    }
   }();
-  MINIVLLM_LAUNCH(kernel, dim3(clusters * kCluster), dim3(kThreads<kTokens, kN>), smem, stream,
-                  problem);
+  MINIVLLM_LAUNCH(kernel, dim3(clusters * S::kCtas), dim3(S::kThreads), smem, stream, problem);
 }
 
-template <typename T, int kWarpgroups, int kN, int kBlocks, int kCluster, bool kSums = false>
+template <int kWarpgroups, int kN, int kBlocks, int kShare, Chunks kChunks = Chunks::kApart>
 struct Instance {
   static bool matches(const GemmConfig& config) {
-    return config.sums == kSums && config.warpgroups == kWarpgroups && config.columns == kN &&
-           config.stage_blocks == kBlocks && (config.sharing == Sharing::kNone ? 1 : 2) == kCluster;
+    return config.chunks == kChunks && config.warpgroups == kWarpgroups && config.columns == kN &&
+           config.stage_blocks == kBlocks && (config.sharing == Sharing::kNone ? 1 : 2) == kShare;
   }
+  template <typename T>
   static void launch(const LinearParams& p, const GemmConfig& config, Stream stream) {
-    launch_instance<T, kWarpgroups, kN, kBlocks, kCluster, kSums>(p, config, stream);
+    launch_instance<T, Shape<kWarpgroups, kN, kBlocks, kShare, kChunks>>(p, config, stream);
   }
 };
 
@@ -89,23 +115,25 @@ template <typename T>
 void launch_gemm(const LinearParams& p, const GemmConfig& config, Stream stream) {
   const auto run = [&](auto... instances) {
     const bool found =
-        ((instances.matches(config) && (instances.launch(p, config, stream), true)) || ...);
+        ((instances.matches(config) && (instances.template launch<T>(p, config, stream), true)) ||
+         ...);
     if (!found) throw std::invalid_argument("no such instance of the matrix product");
   };
-  run(Instance<T, 1, 16, 1, 1>{}, Instance<T, 1, 16, 4, 1>{}, Instance<T, 1, 16, 8, 1>{},
-      Instance<T, 1, 24, 1, 1>{}, Instance<T, 1, 24, 4, 1>{}, Instance<T, 1, 24, 8, 1>{},
-      Instance<T, 1, 32, 1, 1>{}, Instance<T, 1, 32, 4, 1>{}, Instance<T, 1, 32, 8, 1>{},
-      Instance<T, 1, 48, 1, 1>{}, Instance<T, 1, 48, 4, 1>{}, Instance<T, 1, 64, 1, 1>{},
-      Instance<T, 1, 64, 2, 1>{}, Instance<T, 1, 96, 1, 1>{}, Instance<T, 1, 128, 1, 1>{},
-      Instance<T, 2, 128, 1, 1>{}, Instance<T, 2, 192, 1, 1>{}, Instance<T, 2, 256, 1, 1>{},
-      Instance<T, 1, 32, 4, 2>{}, Instance<T, 1, 48, 4, 2>{}, Instance<T, 1, 64, 2, 2>{},
-      Instance<T, 1, 96, 1, 2>{}, Instance<T, 1, 128, 1, 2>{}, Instance<T, 2, 32, 1, 2>{},
-      Instance<T, 2, 64, 1, 2>{}, Instance<T, 2, 96, 1, 2>{}, Instance<T, 2, 128, 1, 2>{},
-      Instance<T, 2, 192, 1, 2>{}, Instance<T, 2, 256, 1, 2>{}, Instance<T, 1, 64, 1, 1, true>{},
-      Instance<T, 1, 64, 1, 2, true>{}, Instance<T, 1, 128, 1, 1, true>{},
-      Instance<T, 1, 128, 1, 2, true>{}, Instance<T, 2, 128, 1, 1, true>{},
-      Instance<T, 2, 192, 1, 1, true>{}, Instance<T, 2, 128, 1, 2, true>{},
-      Instance<T, 2, 192, 1, 2, true>{});
+  run(Instance<1, 16, 1, 1>{}, Instance<1, 16, 4, 1>{}, Instance<1, 16, 8, 1>{},
+      Instance<1, 24, 1, 1>{}, Instance<1, 24, 4, 1>{}, Instance<1, 24, 8, 1>{},
+      Instance<1, 32, 1, 1>{}, Instance<1, 32, 4, 1>{}, Instance<1, 32, 8, 1>{},
+      Instance<1, 48, 1, 1>{}, Instance<1, 48, 4, 1>{}, Instance<1, 64, 1, 1>{},
+      Instance<1, 64, 2, 1>{}, Instance<1, 96, 1, 1>{}, Instance<1, 128, 1, 1>{},
+      Instance<2, 128, 1, 1>{}, Instance<2, 192, 1, 1>{}, Instance<2, 256, 1, 1>{},
+      Instance<1, 32, 4, 2>{}, Instance<1, 48, 4, 2>{}, Instance<1, 64, 2, 2>{},
+      Instance<1, 96, 1, 2>{}, Instance<1, 128, 1, 2>{}, Instance<2, 32, 1, 2>{},
+      Instance<2, 64, 1, 2>{}, Instance<2, 96, 1, 2>{}, Instance<2, 128, 1, 2>{},
+      Instance<2, 192, 1, 2>{}, Instance<2, 256, 1, 2>{}, Instance<1, 64, 1, 1, Chunks::kAdded>{},
+      Instance<1, 64, 1, 2, Chunks::kAdded>{}, Instance<1, 128, 1, 1, Chunks::kAdded>{},
+      Instance<1, 128, 1, 2, Chunks::kAdded>{}, Instance<2, 128, 1, 1, Chunks::kAdded>{},
+      Instance<2, 192, 1, 1, Chunks::kAdded>{}, Instance<2, 256, 1, 1, Chunks::kAdded>{},
+      Instance<2, 256, 1, 2, Chunks::kAdded>{}, Instance<2, 128, 1, 2, Chunks::kAdded>{},
+      Instance<2, 192, 1, 2, Chunks::kAdded>{}, Instance<1, 64, 2, 1, Chunks::kSplit>{});
 }
 
 }  // namespace minivllm::cuda::gemm

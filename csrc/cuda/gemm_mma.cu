@@ -17,28 +17,7 @@ using namespace plain;
 constexpr int kMaxParts = 4;
 constexpr int kPadK = 64;  // K is filled up with zeros to a multiple of it
 
-// D += A B^T: A's 16 rows, B's 8, 16 elements of each.
-template <typename T>
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t* b) {
-  if constexpr (std::is_same_v<T, __half>) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-        "{%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-  }
-}
-
-__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(from)
-               : "memory");
-}
+using sm80::load_matrices;
 
 // A warp's sums: kTokens x kColumns in fragments of 16 x 8, of which a lane has two pairs.
 template <typename T, int kTokens, int kColumns>
@@ -83,7 +62,8 @@ struct Fragments {
 #pragma unroll
       for (int i = 0; i < kRows16; ++i)
 #pragma unroll
-        for (int j = 0; j < 2 * kColumns16; ++j) mma<T>(at[i][j], a[i], b[j / 2] + j % 2 * 2);
+        for (int j = 0; j < 2 * kColumns16; ++j)
+          sm80::mma<T>(at[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
     }
   }
 

@@ -5,33 +5,16 @@
 #include <algorithm>
 
 #include "common.cuh"
+#include "sm80.cuh"
 
 namespace minivllm::cuda::plain {
 
 constexpr int kVecBytes = 16;
 constexpr int kLineVecs = 8;  // 16-byte vectors in a line of the 32 banks
 
-// Copies kBytes to shared memory, or writes zeros there. Nothing is read where valid is false.
-template <int kBytes>
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid) {
-  const int bytes = valid ? kBytes : 0;
-  if constexpr (kBytes == kVecBytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
-                 : "memory");
-  } else {
-    static_assert(kBytes == 4);
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes)
-                 : "memory");
-  }
-}
-__device__ __forceinline__ void commit_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-// Waits for all of this thread's groups of copies but the last kPending.
-template <int kPending>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
+using sm80::commit_copies;
+using sm80::copy_async;
+using sm80::wait_copies;
 
 // Rows of kRowVecs vectors exchange them within a line so that 8 rows' vectors of the same column
 // are in 8 different places of it: a vector's column in its row's place is column ^ swizzle(row).

@@ -1,6 +1,8 @@
 // Wide tiles of the matrix product leave through shared memory: see gemm_epilogue.cuh.
 #pragma once
 
+#include <algorithm>
+
 #include "gemm_epilogue.cuh"
 
 namespace minivllm::cuda::gemm {
@@ -8,6 +10,11 @@ namespace minivllm::cuda::gemm {
 constexpr int kChunkRows = 64;  // a warpgroup's
 constexpr int kChunkBytes = kChunkRows * sm90::kSwizzleRow;
 constexpr int kChunkBuffers = 2;  // a warpgroup: one is filled while the other leaves
+
+// A warpgroup's shared memory: chunk buffers, and before them, in the same place, what is parked.
+template <typename S>
+constexpr int kExitBytes = std::max(
+    kChunkBuffers * kChunkBytes, S::kParked* sm90::kWarpgroupSize* static_cast<int>(sizeof(float)));
 
 // Transposes the 4 x 4 words that 4 neighbouring lanes hold, one row a lane.
 __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], int lane) {
@@ -46,6 +53,11 @@ struct Exit {
   int warpgroup;
   int next = 0;  // buffer
 
+  // Waits until all copies have been read, for all threads of the warpgroup.
+  __device__ void drain(int thread) {
+    if (thread == 0) sm90::bulk_wait_read<0>();
+    sm90::warpgroup_barrier(warpgroup);
+  }
   // A buffer whose last copy has been read, for all threads of the warpgroup.
   __device__ uint32_t acquire(int thread) {
     if (thread == 0) sm90::bulk_wait_read<kChunkBuffers - 1>();

@@ -64,6 +64,7 @@ __device__ void load_sums(float (&sums)[kSize], const RmsNormParams& p, int64_t 
   for (int i = 0; i < kSize; ++i) sums[i] = 0.0f;
   if (start >= size) return;
   const float* from = p.partials + row * p.hidden_size + start;
+#pragma unroll 4
   for (int64_t part = 0; part < p.num_partials; ++part, from += p.num_rows * p.hidden_size) {
 #pragma unroll
     for (int i = 0; i < kSize; i += 4) {

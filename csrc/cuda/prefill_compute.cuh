@@ -3,7 +3,6 @@
 #pragma once
 
 #include "prefill_schedule.cuh"
-#include "sm90.cuh"
 #include "wgmma_registers.cuh"
 
 namespace minivllm::cuda::attention {

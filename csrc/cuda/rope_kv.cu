@@ -6,7 +6,8 @@
 // A group of lanes takes one head of one token, each lane the same chunk of both halves. Which lane
 // adds what depends on head_dim alone. Offsets into the cache are 64 bits wide: a layer's cache may
 // pass 2^31 elements. A position beyond the table, or one without a block, writes no key or value.
-#include "common.cuh"
+#include "rope.cuh"
+#include "split_norm.cuh"
 
 namespace minivllm::cuda {
 namespace {
@@ -45,6 +46,7 @@ __device__ Vec<T, kChunk> load_qkv(const RopeKvParams& p, int64_t token, int64_t
   const int64_t width = (p.num_q_heads + 2 * p.kv.num_kv_heads) * p.kv.head_dim;
   const float* from = p.partials + token * width + column;
   float sums[kChunk];
+#pragma unroll 4
   for (int64_t part = 0; part < p.num_partials; ++part, from += p.num_tokens * width) {
 #pragma unroll
     for (int i = 0; i < kChunk; i += kPart) {
@@ -59,19 +61,6 @@ __device__ Vec<T, kChunk> load_qkv(const RopeKvParams& p, int64_t token, int64_t
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) chunk.data[i] = from_float<T>(sums[i]);
   return chunk;
-}
-
-// Where the key of a token's head goes; null: nowhere.
-template <typename T>
-__device__ T* key_of(const KvCache& kv, int64_t slot, int64_t position, int64_t head) {
-  if (slot < 0 || position < 0) return nullptr;
-  const int64_t index = position / kv.block_size;
-  if (index >= kv.max_blocks) return nullptr;
-  const int64_t block = kv.block_table[slot * kv.block_table_stride + index];
-  if (block < 0 || block >= kv.num_blocks) return nullptr;
-  const int64_t row =
-      (block * 2 * kv.num_kv_heads + head) * kv.block_size + (position - index * kv.block_size);
-  return static_cast<T*>(kv.cache) + row * kv.head_dim;
 }
 
 // The pairs (first[j], second[j]), normalised and rotated in place. norm, which may be null, and
@@ -102,12 +91,25 @@ __device__ void rotate(Vec<T, kChunk>& first, Vec<T, kChunk>& second, float scal
     const auto s = load<float, kAngles>(sines + part, aligned);
 #pragma unroll
     for (int j = 0; j < kAngles; ++j) {
-      const float a = low[part + j];
-      const float b = high[part + j];
-      first.data[part + j] = from_float<T>(a * c.data[j] - b * s.data[j]);
-      second.data[part + j] = from_float<T>(b * c.data[j] + a * s.data[j]);
+      rotate_pair(low[part + j], high[part + j], c.data[j], s.data[j]);
+      first.data[part + j] = from_float<T>(low[part + j]);
+      second.data[part + j] = from_float<T>(high[part + j]);
     }
   }
+}
+
+// Where a token's head of q, k or v goes, counted through all three; null: nowhere.
+template <typename T>
+__device__ T* destination(const RopeKvParams& p, int64_t token, int64_t head) {
+  if (head < p.num_q_heads) {
+    return static_cast<T*>(p.q_out) + (token * p.num_q_heads + head) * p.kv.head_dim;
+  }
+  const int64_t position = load_settled(p.positions + token);
+  if (position >= p.max_position) return nullptr;
+  // A block's values lie behind all of its keys, as further heads would.
+  const int64_t offset =
+      key_offset(p.kv, load_settled(p.slots + token), position, head - p.num_q_heads);
+  return offset < 0 ? nullptr : static_cast<T*>(p.kv.cache) + offset;
 }
 
 // lanes is a power of two, at most a warp: the lanes of one head.
@@ -115,7 +117,6 @@ template <typename T, int kChunk>
 __global__ void __launch_bounds__(kThreads)
     rope_kv_kernel(RopeKvParams p, int lanes, bool aligned) {
   pdl_launch_dependents();
-  pdl_wait();
   const int64_t num_q = p.num_q_heads;
   const int64_t num_kv = p.kv.num_kv_heads;
   const int64_t num_heads = num_q + 2 * num_kv;
@@ -130,7 +131,11 @@ __global__ void __launch_bounds__(kThreads)
   const auto load_x = [&](int i) {
     return load_qkv<T, kChunk>(p, token, head * p.kv.head_dim + i, aligned);
   };
-  // The chunks come before what says where they go, so that the loads overlap.
+  if (!p.settled) pdl_wait();
+  T* const to = live ? destination<T>(p, token, head) : nullptr;
+  const int64_t position = load_settled(p.positions + token);
+  const bool in_table = position >= 0 && position < p.max_position;
+  pdl_wait();
   const int start = lane * kChunk;
   const int step = lanes * kChunk;
   Vec<T, kChunk> first = {};
@@ -141,17 +146,6 @@ __global__ void __launch_bounds__(kThreads)
   }
   const bool is_query = head < num_q;
   const bool is_value = head >= num_q + num_kv;
-  const int64_t position = p.positions[token];
-  const bool in_table = position >= 0 && position < p.max_position;
-  T* to = nullptr;
-  if (is_query) {
-    to = static_cast<T*>(p.q_out) + (token * num_q + head) * p.kv.head_dim;
-  } else if (in_table) {
-    const int64_t kv_head = is_value ? head - num_q - num_kv : head - num_q;
-    to = key_of<T>(p.kv, p.slots[token], position, kv_head);
-    if (to != nullptr && is_value) to += num_kv * p.kv.block_size * p.kv.head_dim;
-  }
-  if (!live) to = nullptr;
 
   const T* norm = static_cast<const T*>(is_value ? nullptr : is_query ? p.q_norm : p.k_norm);
   float scale = 1.0f;
@@ -202,6 +196,83 @@ void launch_rope_kv(const RopeKvParams& p, bool aligned, Stream stream) {
                   aligned);
 }
 
+// The same of a product's partial sums whose rows' RMSNorm is half done, for heads of 64: four
+// lanes each.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) rope_sums_kernel(RopeKvParams p) {
+  constexpr int kHeadDim = static_cast<int>(kNormColumns), kHalf = kHeadDim / 2;
+  constexpr int kChunk = kHalf / split_norm::kQuad;
+  using Floats = Vec<float, 4>;
+  pdl_launch_dependents();
+  const int64_t num_heads = p.num_q_heads + 2 * p.kv.num_kv_heads;
+  const int64_t unit = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / split_norm::kQuad;
+  const int lane = static_cast<int>(threadIdx.x) % split_norm::kQuad;
+  const bool live = unit < p.num_tokens * num_heads;
+  const int64_t token = live ? unit / num_heads : p.num_tokens - 1;
+  const int64_t head = live ? unit - token * num_heads : num_heads - 1;
+  const int start = lane * kChunk;
+  if (!p.settled) pdl_wait();
+  T* const to = live ? destination<T>(p, token, head) : nullptr;
+  const int64_t position = load_settled(p.positions + token);
+  const bool in_table = position >= 0 && position < p.max_position;
+  const float* angles = p.cos_sin + (in_table ? position : 0) * kHeadDim + start;
+  Floats cosines[2], sines[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    cosines[i] = reinterpret_cast<const Floats*>(angles)[i];
+    sines[i] = reinterpret_cast<const Floats*>(angles + kHalf)[i];
+  }
+  pdl_wait();
+
+  const float* from = p.partials + token * num_heads * kHeadDim + head * kHeadDim + start;
+  float low[kChunk], high[kChunk];
+  const int count = static_cast<int>(p.num_square_sums);
+  const split_norm::RowSums square_sums(p.square_sums + token * count, count, lane);
+#pragma unroll 4
+  for (int64_t part = 0; part < p.num_partials; ++part) {
+#pragma unroll
+    for (int i = 0; i < kChunk; i += 4) {
+      const auto a = *reinterpret_cast<const Floats*>(from + i);
+      const auto b = *reinterpret_cast<const Floats*>(from + kHalf + i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        low[i + j] = part == 0 ? a.data[j] : __fadd_rn(low[i + j], a.data[j]);
+        high[i + j] = part == 0 ? b.data[j] : __fadd_rn(high[i + j], b.data[j]);
+      }
+    }
+    from += p.num_tokens * num_heads * kHeadDim;
+  }
+  const float scale = square_sums.scale(count, p.eps, lane);
+  if (to == nullptr) return;
+  const bool is_value = head >= p.num_q_heads + p.kv.num_kv_heads;
+  Vec<T, kChunk> first, second;
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    low[i] = to_float(from_float<T>(__fmul_rn(low[i], scale)));
+    high[i] = to_float(from_float<T>(__fmul_rn(high[i], scale)));
+    if (!is_value)
+      rotate_pair(low[i], high[i], cosines[i / 4].data[i % 4], sines[i / 4].data[i % 4]);
+    first.data[i] = from_float<T>(low[i]);
+    second.data[i] = from_float<T>(high[i]);
+  }
+  store<T, kChunk>(to + start, first, true);
+  store<T, kChunk>(to + kHalf + start, second, true);
+}
+
+void launch_rope_sums(const RopeKvParams& p, Stream stream) {
+  const auto addresses =
+      reinterpret_cast<uintptr_t>(p.q_out) | reinterpret_cast<uintptr_t>(p.kv.cache) |
+      reinterpret_cast<uintptr_t>(p.cos_sin) | reinterpret_cast<uintptr_t>(p.partials);
+  if (p.partials == nullptr || p.kv.head_dim != kNormColumns || p.dtype == DType::kFloat32 ||
+      addresses % kChunkBytes != 0)
+    throw std::invalid_argument("rope_kv: half an RMSNorm is for partial sums of heads of 64");
+  const int64_t lanes = p.num_tokens * (p.num_q_heads + 2 * p.kv.num_kv_heads) * split_norm::kQuad;
+  const auto kernel =
+      p.dtype == DType::kBFloat16 ? rope_sums_kernel<__nv_bfloat16> : rope_sums_kernel<__half>;
+  MINIVLLM_LAUNCH(kernel, dim3(static_cast<unsigned>((lanes + kThreads - 1) / kThreads)),
+                  dim3(kThreads), 0, stream, p);
+}
+
 }  // namespace
 
 void rope_kv(const RopeKvParams& p, Stream stream) {
@@ -210,6 +281,7 @@ void rope_kv(const RopeKvParams& p, Stream stream) {
     throw std::invalid_argument("rope_kv: head_dim " + std::to_string(p.kv.head_dim) +
                                 " is not even");
   }
+  if (p.square_sums != nullptr) return launch_rope_sums(p, stream);
   dispatch_dtype(p.dtype, [&](auto element) {
     using T = decltype(element);
     constexpr int kChunk = kChunkBytes / sizeof(T);

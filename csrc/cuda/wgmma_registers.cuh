@@ -3,7 +3,7 @@
 // instructions".
 #pragma once
 
-#include "sm90.cuh"
+#include "wgmma.cuh"
 
 namespace minivllm::cuda::attention {
 

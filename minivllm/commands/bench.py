@@ -14,11 +14,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, and write down."""
     if args.runs < 1:
         raise ValueError(f"--runs must be at least 1, not {args.runs}")
-    if args.output is not None and Path(args.output).is_dir():
-        raise ValueError(f"--output {args.output} is a directory, and a file is wanted")
     if args.output is not None:
-        _read(Path(args.output))  # what could not be written to is refused before minutes are spent
-        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+        check_output(Path(args.output))
     from minivllm import bench
     from minivllm.config import ModelConfig
     from minivllm.loader import resolve_model
@@ -45,8 +42,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def check_output(file: Path) -> None:
+    """Refuse what could not be written to before minutes are spent; make the directory that it is to lie in."""
+    if file.is_dir():
+        raise ValueError(f"--output {file} is a directory, and a file is wanted")
+    _read(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+
+
 def _read(file: Path) -> dict[str, Any]:
-    """Return the figures in a file, {} where there is none; ValueError for one that holds something else."""
+    """Return the figures in a file, {"workloads": {}} without one; ValueError where it holds something else."""
     try:
         old = json.loads(file.read_bytes()) if file.is_file() else {"workloads": {}}
     except ValueError:

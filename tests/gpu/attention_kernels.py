@@ -58,6 +58,7 @@ class AttentionParams(ctypes.Structure):
         ("workspace", ctypes.c_void_p),
         ("kv", KvCache),
         ("dtype", ctypes.c_int32),
+        ("settled", ctypes.c_bool),
     ]
 
 
@@ -102,10 +103,12 @@ class Kernels:
         max_seq_len: int,
         scale: float,
         workspace: torch.Tensor | None,
+        settled: bool = False,
     ) -> None:
         """One row of q a sequence."""
         p = self._params(out, q, kv_cache, block_table, slots, seq_lens, 1, max_seq_len, scale)
         p.workspace = workspace.data_ptr() if workspace is not None else None
+        p.settled = settled
         self._call(self._library.decode, p)
 
     def prefill_attention(
@@ -164,6 +167,7 @@ class Kernels:
             None,
             kv,
             DTYPES[q.dtype],
+            False,
         )
 
     def _call(self, function: "ctypes._NamedFuncPointer", p: AttentionParams) -> None:

@@ -29,7 +29,9 @@ INSTANCES = [
     *[(2, n, 1, 2) for n in (32, 64, 96, 128, 192, 256)],
 ]
 # Those that walk all chunks of K and add up: warpgroups, columns, CTAs of a cluster.
-SUMS = [(1, 64, 1), (1, 64, 2), (1, 128, 1), (1, 128, 2), (2, 128, 1), (2, 192, 1), (2, 128, 2), (2, 192, 2)]
+SUMS = [(w, n, cluster) for w, n in ((1, 64), (1, 128), (2, 128), (2, 192), (2, 256)) for cluster in (1, 2)]
+# Those whose clusters split K: warpgroups, columns, k-blocks a stage.
+SPLITS = [(1, 64, 2)]
 WRAPPER = """
 #include <cstdio>
 #include "{root}/csrc/cuda/common.cuh"
@@ -46,7 +48,7 @@ extern "C" int gemm(void* out, const void* x, const void* weight, const void* bi
     if (!cuda::linear_uses_wgmma(p)) return 2;
     if (config == nullptr) {{ cuda::linear(p, s); return 0; }}
     const cuda::GemmConfig c = {{config[0], config[1], config[2], config[3],
-                                static_cast<cuda::Sharing>(config[4]), config[5] != 0}};
+                                static_cast<cuda::Sharing>(config[4]), static_cast<cuda::Chunks>(config[5])}};
     if (p.dtype == DType::kBFloat16) cuda::launch_gemm_bf16(p, c, s); else cuda::launch_gemm_fp16(p, c, s);
     return 0;
   }} catch (const std::exception& e) {{ fprintf(stderr, "%s\\n", e.what()); return 1; }}
@@ -61,7 +63,7 @@ extern "C" void chosen(int64_t num_tokens, int64_t n, int64_t k, int64_t num_chu
   if (parts) p.partials = reinterpret_cast<float*>(16);
   const cuda::GemmConfig c = cuda::choose_gemm_config(p, 132);
   const int values[6] = {{c.warpgroups, c.columns, c.stage_blocks, c.ring_bytes,
-                         static_cast<int>(c.sharing), c.sums}};
+                         static_cast<int>(c.sharing), static_cast<int>(c.chunks)}};
   for (int i = 0; i < 6; ++i) config[i] = values[i];
 }}
 """
@@ -220,7 +222,8 @@ def check_chunks(gemm: Gemm, n: int, k: int, dtype: torch.dtype, tokens: list[in
     assert error < 3e-5, f"n={n} k={k}: error {error}"
     checks = 1
     sharings = {1: (0,), 2: (1, 2)}
-    whole = [(w, c, 1, 192 * 1024, s, 1) for w, c, cluster in SUMS for s in sharings[cluster]]
+    whole = [(w, c, 1, (150 if c == 256 else 192) * 1024, s, 1) for w, c, cluster in SUMS for s in sharings[cluster]]
+    whole += [(*split, ring * 1024, 0, 2) for split in SPLITS for ring in (90, 50)]
     in_parts = [
         (*i[:3], 192 * 1024, s, 0)
         for i in INSTANCES
