@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter, deque
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,6 +31,11 @@ from minivllm.timeline import Timeline
 from minivllm.tokenizer import Tokenizer
 from minivllm.turns import Turns
 from minivllm.views import Views
+
+if TYPE_CHECKING:
+    from minivllm.batch import Batch
+
+_TEXT_TURNS = 64  # steps after which a row's tokens become text, if nobody asked before
 
 
 class BatchEngine(Turns, Calls, Views):
@@ -188,10 +194,17 @@ class BatchEngine(Turns, Calls, Views):
             self._tickets.append(runner.launch(batch))
             self._tickets[-1].step = record
             scheduler.launched(batch)  # while the device is at it
+            self._catch_up(batch)
         self._collect(keep=1 if batch is not None and runner.overlap else 0)
         self.timeline.finish(scheduler, batch)
         ended, self._ended = self._ended, []
         return ended
+
+    def _catch_up(self, batch: Batch) -> None:
+        """Turn tokens of some rows into text, in turns, so that little is left to do when many end at once."""
+        for sequence in batch.sequences[self._counts["steps"] % _TEXT_TURNS : batch.num_decode : _TEXT_TURNS]:
+            if sequence.state != "ended" and not sequence.params.stop:  # those look at each token
+                sequence.advance_text()
 
     def _take_inbox(self) -> None:
         # Looked at first and taken last: an interrupt in between loses nothing, and the second time adds nothing.
