@@ -34,20 +34,21 @@ KERNEL_OBJECTS := $(foreach arch,$(KERNEL_ARCHS),$(KERNELS:csrc/cuda/%.cu=build/
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make demo        four questions to a small real model, through two slots'
+	@echo 'make demo        four questions to a small real model, through two slots; the model, 270 MB in'
+	@echo '                 ~/.cache/minivllm ($$MINIVLLM_CACHE, where that is set), is made once'
 	@echo 'make test        the tests'
 	@echo 'make lint        ruff, mypy, clang-format'
 	@echo 'make kernels     each CUDA file by nvcc alone, warnings as errors'
 	@echo 'make bench       a benchmark: BENCH=benchmarks/host.py (the default) or another, BENCH_ARGS='
 	@echo 'make gpu-report  on a machine with a card: the GPU tests, written down in tests/gpu_report.json'
-	@echo 'make clean       everything that was built or installed here'
+	@echo 'make clean       everything that was built or installed here; the demo model stays'
 
+# Threads that wait by spinning crawl where there are more of them than free cores.
+demo test: export OMP_WAIT_POLICY ?= passive
 demo: $(STAMPS)/installed
 	$(PY) examples/demo_model.py
 	$(PY) examples/quickstart.py
 
-# Threads that wait by spinning crawl where there are more of them than free cores.
-test: export OMP_WAIT_POLICY ?= passive
 test: $(STAMPS)/dev
 	$(PY) -m pytest $(PYTEST_ARGS)
 

@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from demo_model import demo_model
+from demo_model import chosen_model
 
 from minivllm import BatchEngine, SamplingParams
 
@@ -25,7 +25,7 @@ def main() -> None:
     prompts = [job.pop("prompt") for job in jobs]
     params = [SamplingParams(**{"max_tokens": 32, **job}) for job in jobs]
 
-    with BatchEngine(sys.argv[3] if len(sys.argv) > 3 else demo_model()) as engine:
+    with BatchEngine(chosen_model(3)) as engine:
         answers = engine.generate(prompts, params, on_error="return", progress=True)
         with target.open("w", encoding="utf-8") as out:
             for prompt, answer in zip(prompts, answers, strict=True):
@@ -33,7 +33,7 @@ def main() -> None:
                 if answer.error is not None:
                     line["error"] = answer.error
                 out.write(json.dumps(line, ensure_ascii=False) + "\n")
-        print(f"{len(answers)} answers in {target}, {engine.stats.errors} errors on the way")
+        print(f"{len(answers)} answers in {target}, {sum(a.error is not None for a in answers)} of them errors")
 
 
 if __name__ == "__main__":

@@ -8,16 +8,14 @@ computed; the line under each answer says how much that saved.
 
 from __future__ import annotations
 
-import sys
-
-from demo_model import demo_model
+from demo_model import chosen_model
 
 from minivllm import BatchEngine, SamplingParams
 
 
 def main() -> None:
     params = SamplingParams(max_tokens=200, temperature=0.7, top_p=0.9)
-    with BatchEngine(sys.argv[1] if len(sys.argv) > 1 else demo_model(), num_slots=1) as engine:
+    with BatchEngine(chosen_model(1), num_slots=1) as engine:
         messages = [{"role": "system", "content": "You are a helpful assistant. Answer in one short sentence."}]
         while True:
             try:

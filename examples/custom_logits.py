@@ -9,10 +9,9 @@ the host before every token of its request, which makes the engine wait for it; 
 from __future__ import annotations
 
 import math
-import sys
 
 import torch
-from demo_model import demo_model
+from demo_model import chosen_model
 
 from minivllm import BatchEngine, SamplingParams
 
@@ -38,7 +37,7 @@ class Choices:
 
 
 def main() -> None:
-    with BatchEngine(sys.argv[1] if len(sys.argv) > 1 else demo_model(), num_slots=3) as engine:
+    with BatchEngine(chosen_model(1), num_slots=3) as engine:
         prompts, params = [], []
         for question in QUESTIONS:
             messages = [{"role": "user", "content": f"{question} Answer yes, no or it depends."}]

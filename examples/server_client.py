@@ -3,7 +3,7 @@
     minivllm serve MODEL &
     python examples/server_client.py [http://127.0.0.1:8000]
 
-The key, where the server wants one, comes from MINIVLLM_API_KEY.
+Needs `pip install openai`. The key, where the server wants one, comes from MINIVLLM_API_KEY.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import openai
+try:
+    import openai
+except ImportError:
+    sys.exit("this example needs the openai package: pip install openai")
 
 QUESTIONS = ["What is the capital of France?", "How many legs has a spider?", "What colour is grass?"]
 

@@ -7,15 +7,13 @@ MODEL is a directory in the Hugging Face layout or a hub id; without it, the dem
 
 from __future__ import annotations
 
-import sys
-
-from demo_model import demo_model
+from demo_model import chosen_model
 
 from minivllm import BatchEngine, SamplingParams
 
 
 def main() -> None:
-    with BatchEngine(sys.argv[1] if len(sys.argv) > 1 else demo_model(), num_slots=2) as engine:
+    with BatchEngine(chosen_model(1), num_slots=2) as engine:
         # One prompt: each delta holds what is new of the text.
         for delta in engine.stream("The three primary colours are", SamplingParams(max_tokens=24)):
             print(delta.text, end="", flush=True)

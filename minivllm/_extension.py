@@ -8,14 +8,16 @@ wrote down, and are said in one sentence instead.
 from __future__ import annotations
 
 import os
+import sys
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
-_REBUILD = "pip install --force-reinstall --no-deps ."
+_PACKAGE = Path(__file__).resolve().parent
 
 
 class BuildInfo(NamedTuple):
@@ -32,10 +34,33 @@ def build_info() -> BuildInfo:
     try:
         info = import_module("minivllm._build_info")
     except ImportError:
-        raise ImportError(
-            f"minivllm's kernels have not been compiled: run `{_REBUILD}` where its source lies."
-        ) from None
+        raise ImportError(_not_compiled()) from None
     return BuildInfo(info.TORCH, info.CUDA, tuple(info.CUDA_ARCHS.split(";")) if info.CUDA_ARCHS else ())
+
+
+def _in_source() -> bool:
+    """Tell whether this package was imported from a checkout rather than from where pip installs."""
+    return (_PACKAGE.parent / "setup.py").is_file()
+
+
+def rebuild_command() -> str:
+    """Return what compiles the kernels anew for the package that was imported.
+
+    Beside its setup.py only an editable install does: any other puts them where this Python does not look.
+    """
+    return f"pip install --force-reinstall --no-deps {'-e ' if _in_source() else ''}."
+
+
+def _not_compiled() -> str:
+    """Say what to do about a package without kernels, which may hide one that has them."""
+    text = "minivllm's kernels have not been compiled: run "
+    if not _in_source():
+        return f"{text}`{rebuild_command()}` where its source lies."
+    # Python looks into the folder it was started in first, and finds the source there.
+    text += f"`pip install -e .` in {_PACKAGE.parent}, whose source this Python has imported, or leave that folder "
+    homes = [Path(entry).resolve() / "minivllm" for entry in sys.path]
+    others = [home for home in homes if home != _PACKAGE and (home / "_build_info.py").is_file()]
+    return text + (f"for the compiled one in {others[0]}." if others else "once `pip install .` has compiled another.")
 
 
 @cache
@@ -50,7 +75,7 @@ def load() -> ModuleType:
     info = build_info()
     built, found = _torch_name(info.torch, info.cuda), _torch_name(torch.__version__, torch.version.cuda)
     fault = (
-        f"minivllm was compiled for {built} and {found} is installed: run `{_REBUILD}` where its source lies "
+        f"minivllm was compiled for {built} and {found} is installed: run `{rebuild_command()}` where its source lies "
         f"or `pip install torch=={info.torch.split('+')[0]}`."
     )
     if _release(info.torch) != _release(torch.__version__):
@@ -94,7 +119,7 @@ def check_cuda(device: torch.device) -> None:
     if not info.cuda:
         raise RuntimeError(
             f"device {str(device)!r} was asked for and this minivllm was compiled for the CPU alone, with "
-            f"torch {info.torch}: run `MINIVLLM_CUDA=1 {_REBUILD}` where its source, nvcc and a "
+            f"torch {info.torch}: run `MINIVLLM_CUDA=1 {rebuild_command()}` where its source, nvcc and a "
             "torch with CUDA are."
         )
     if not torch.cuda.is_available():
@@ -104,7 +129,7 @@ def check_cuda(device: torch.device) -> None:
         card = "{}.{}".format(*capability)
         raise RuntimeError(
             f"{torch.cuda.get_device_name(device)} has compute capability {card} and this minivllm was "
-            f"compiled for {', '.join(info.archs)}: run `TORCH_CUDA_ARCH_LIST={card} {_REBUILD}` where its "
+            f"compiled for {', '.join(info.archs)}: run `TORCH_CUDA_ARCH_LIST={card} {rebuild_command()}` where its "
             "source lies."
         )
 

@@ -162,7 +162,7 @@ class Calls:
         conversations : list of dict, or a list of such lists
             Messages ``{"role": …, "content": …}``. One list of messages is one conversation.
         **template
-            Further variables for the template.
+            Further variables for the template. Sampling parameters are none: they go into ``params``, else TypeError.
 
         Examples
         --------

@@ -14,7 +14,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minivllm.config import read_json
-from minivllm.request import shown
+from minivllm.request import SamplingParams, shown
 
 
 class _Generation(Extension):
@@ -83,9 +83,12 @@ class ChatTemplate:
 
         Raises
         ------
+        TypeError
+            When a variable has the name of a sampling parameter.
         ValueError
             When the messages are malformed, or the template refuses them.
         """
+        check_variables(variables)
         checked = check_messages(messages)
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name)
@@ -106,6 +109,16 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses these messages: {text}") from error
 
 
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Raise TypeError for what is meant for the engine: a template would pass it over, and nobody would notice."""
+    for name, value in variables.items():
+        if isinstance(value, SamplingParams):
+            raise TypeError(f"{name} is no variable of a chat template: pass it as params")
+        field = "max_tokens" if name in ("max_new_tokens", "max_completion_tokens") else name
+        if field in SamplingParams.__dataclass_fields__:
+            raise TypeError(f"{name} is no variable of a chat template: pass params=SamplingParams({field}=...)")
+
+
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Copy a conversation, joining content given as text parts; a ValueError says what is malformed."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
@@ -118,6 +131,9 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             raise ValueError(f"message {position} is not an object with a role: {shown(message)}")
         message = dict(message)
         content = message.get("content")
+        # Of an assistant or a tool it may be all in other fields, such as tool_calls.
+        if content is None and (message["role"] in ("system", "user") or set(message) <= {"role", "content", "name"}):
+            raise ValueError(f"message {position} has no 'content': {shown(message)}")
         if isinstance(content, list):
             message["content"] = "\n".join(_text_of(part, position) for part in content)
         elif content is not None and not isinstance(content, str):

@@ -21,7 +21,7 @@ EXAMPLES = {
   minivllm generate path/to/model "Once upon a time" --max-tokens 50
   minivllm chat path/to/model
   minivllm serve path/to/model --port 8000
-  minivllm plan path/to/model --kv-cache-bytes 8GiB
+  minivllm plan path/to/model --kv-cache-bytes 8GiB --device cuda
   minivllm doctor""",
     "generate": """prompts come from the arguments, from --input (one a line; a .jsonl file holds texts, lists of token
 ids, or objects {"prompt": …} or {"messages": […]} with an "id" and sampling parameters beside), or from
@@ -48,7 +48,7 @@ examples:
   minivllm bench random:llama-3.2-1b --output h200.json
   minivllm bench MODEL --workloads cpu_b1 cpu_b8 --runs 5""",
     "plan": """examples:
-  minivllm plan MODEL --kv-cache-bytes 8GiB
+  minivllm plan MODEL --kv-cache-bytes 8GiB --device cuda
   minivllm plan path/config.json --kv-cache-bytes 500MB --max-seq-len 2048 --json""",
     "convert": """examples:
   minivllm convert model.Q4_K_M.gguf model/""",
@@ -116,8 +116,13 @@ def build_parser() -> Parser:
     plan.add_argument(
         "--max-seq-len", type=int, metavar="N", help="longest prompt and answer, in tokens (default: the model's)"
     )
-    plan.add_argument("--num-slots", type=int, metavar="N", help="requests that run at once (default: 256)")
-    plan.add_argument("--block-size", type=int, default=64, metavar="N", help="tokens a block (default: 64)")
+    plan.add_argument(
+        "--device", choices=("cpu", "cuda"), help="whose defaults are taken (default: cuda where there is a card)"
+    )
+    plan.add_argument(
+        "--num-slots", type=int, metavar="N", help="requests that run at once (default: 256, on the CPU 8)"
+    )
+    plan.add_argument("--block-size", type=int, metavar="N", help="tokens a block (default: 64, CPU 16)")
     plan.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32 (default: the file's own)")
     plan.add_argument("--json", action="store_true", help="print JSON")
 
@@ -134,6 +139,9 @@ def build_parser() -> Parser:
 def _add_serve(serve: Parser) -> None:
     add_engine(serve)
     group = serve.add_argument_group("server")
+    group.add_argument(
+        "--seed", type=int, metavar="SEED", help="from which the seeds of requests without one are drawn (default: 0)"
+    )
     group.add_argument(
         "--host",
         default="127.0.0.1",
@@ -180,8 +188,9 @@ def _serve(args: argparse.Namespace) -> int:
 
     short = args.model.rstrip("/") if _is_hub_id(args.model) else Path(args.model).resolve().name
     names = [args.served_model_name] if args.served_model_name else [short]
+    seed = {} if args.seed is None else {"seed": args.seed}
     serve(
-        lambda: make_engine(args),
+        lambda: make_engine(args, **seed),
         list(dict.fromkeys([*names, args.model])),
         host=args.host,
         port=args.port,
@@ -219,6 +228,7 @@ def _plan(args: argparse.Namespace) -> int:
         num_slots=args.num_slots,
         block_size=args.block_size,
         dtype=args.dtype,
+        device=args.device,
     )
     print(json.dumps(plan.to_dict(), indent=2) if args.json else plan.text())
     return 0

@@ -24,8 +24,6 @@ class Check(NamedTuple):
     advice: str = ""
 
 
-_AGAIN = "build again: pip install --force-reinstall --no-deps ."
-
 _EXTRAS = {
     "server": ("fastapi", "uvicorn", "prometheus-client"),
     "plot": ("matplotlib",),
@@ -66,11 +64,15 @@ def _build() -> list[Check]:
         _extension.load()
         good = _kernels_answer(torch.device("cpu"))
     except Exception as error:  # whatever it is, it is what the doctor was asked about
-        advice = str(error) if isinstance(error, ImportError) else f"{error}; {_AGAIN}"
+        advice = str(error) if isinstance(error, ImportError) else f"{error}; {_again()}"
         return [built._replace(state="wrong", advice=advice)]
     if good:
         return [built, Check("kernels", "well", "the CPU's answer")]
-    return [built, Check("kernels", "wrong", "the CPU's give wrong numbers", _AGAIN)]
+    return [built, Check("kernels", "wrong", "the CPU's give wrong numbers", _again())]
+
+
+def _again() -> str:
+    return f"build again: {_extension.rebuild_command()}"
 
 
 def _kernels_answer(device: torch.device) -> bool:
@@ -99,7 +101,7 @@ def _cards() -> list[Check]:
             if _kernels_answer(device):
                 checks.append(Check(f"card {index}", "well", text + "; its kernels answer"))
             else:
-                checks.append(Check(f"card {index}", "wrong", text + "; its kernels give wrong numbers", _AGAIN))
+                checks.append(Check(f"card {index}", "wrong", text + "; its kernels give wrong numbers", _again()))
         except (RuntimeError, ImportError) as error:
             checks.append(Check(f"card {index}", "wrong", text, str(error)))
     return checks

@@ -101,6 +101,9 @@ class Handle:
         They have the same seed and parameters, and sample numbers of their own: where tokens are drawn at random they
         part ways. Works on sample 0 of a request that has not ended.
 
+        Each branch is a request of its own, with the next free number. Slots show both numbers: forked twice, request 0
+        gives ``1.1`` and ``2.2``, which are request 1 with sample 1 and request 2 with sample 2.
+
         Raises
         ------
         ValueError

@@ -14,6 +14,7 @@ import torch
 
 from minivllm import _extension
 from minivllm.batch import Ints
+from minivllm.chat_template import check_variables
 from minivllm.config import ModelConfig
 from minivllm.defaults import Sizes
 from minivllm.request import MAX_SAMPLES, Generation, SamplingParams, shown
@@ -117,6 +118,7 @@ def as_conversations(conversations: Conversations) -> list[Any]:
 def render(tokenizer: Tokenizer | None, conversations: Conversations, template: Mapping[str, Any]) -> list[Any]:
     """Return each conversation's token ids, or the error that its request is to be refused with."""
     known = need_tokenizer(tokenizer, "chat")
+    check_variables(template)
     prompts: list[Any] = []
     for i, messages in enumerate(as_conversations(conversations)):
         try:
@@ -166,8 +168,9 @@ class RequestMaker:
 
         It has no number and, where its parameters name none, no seed until `number` gives them.
         """
-        where = f"prompt {index}: "
-        ids, array = self._token_ids(prompt, where)
+        name = f"prompt {index}"
+        where = f"{name}: "
+        ids, array = self._token_ids(prompt, name)
         self._check_params(params, where)
         sizes = self.sizes
         if len(ids) >= sizes.max_seq_len:
@@ -200,7 +203,7 @@ class RequestMaker:
             raise ValueError(f"{where}logit_bias and the ids that min_tokens holds back are more than {MAX_BIAS}")
         return request
 
-    def _token_ids(self, prompt: Any, where: str) -> tuple[list[int], Ints]:
+    def _token_ids(self, prompt: Any, name: str) -> tuple[list[int], Ints]:
         """Return a prompt's tokens, and the same as an array."""
         if isinstance(prompt, Exception):
             raise prompt  # a conversation that could not be rendered
@@ -212,19 +215,19 @@ class RequestMaker:
         elif _is_ids(prompt):
             ids = prompt.tolist()
         else:
-            raise TypeError(f"{where}must be a str or a list of ints, not {shown(prompt)}")
+            raise TypeError(f"{name} must be a str or a list of ints, not {shown(prompt)}")
         if not ids:
-            raise ValueError(f"{where}is empty")
+            raise ValueError(f"{name} is empty")
         array = _int32s(ids)
         if array is None:  # ints of other types, or far outside of any vocabulary
             if not _is_ids(ids):
-                raise TypeError(f"{where}must be a str or a list of ints, not {shown(prompt)}")
+                raise TypeError(f"{name} must be a str or a list of ints, not {shown(prompt)}")
             ids = [int(x) for x in ids]
             array = _int32s(ids)
         size = self.config.vocab_size
         if array is None or array.view(np.uint32).max() >= size:  # where a negative one is a large one
             i, token = next((i, token) for i, token in enumerate(ids) if not 0 <= token < size)
-            raise ValueError(f"{where}token id {shown(token)} at place {i} is outside the vocabulary of {size}")
+            raise ValueError(f"{name}: token id {shown(token)} at place {i} is outside the vocabulary of {size}")
         return ids, array
 
     def _check_params(self, params: SamplingParams, where: str) -> None:

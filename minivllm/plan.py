@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from minivllm._extension import has_cuda
 from minivllm.commands.options import format_bytes
 from minivllm.config import ModelConfig, resolve_dtype
 from minivllm.defaults import choose_sizes
@@ -25,6 +26,7 @@ class Plan:
 
     model: str
     architecture: str
+    device: str
     dtype: str
     parameters: int
     weight_bytes: int
@@ -47,6 +49,7 @@ class Plan:
         """Return it for people."""
         rows = [
             ("model", f"{self.model} ({self.architecture}, {self.parameters:,} parameters)"),
+            ("device", f"{self.device}: sizes that were not given are its defaults"),
             ("weights", f"{format_bytes(self.weight_bytes)} in {self.dtype}"),
             (
                 "KV cache",
@@ -78,8 +81,9 @@ def make_plan(
     *,
     max_seq_len: int | None = None,
     num_slots: int | None = None,
-    block_size: int = 64,
+    block_size: int | None = None,
     dtype: str = "auto",
+    device: str | None = None,
 ) -> Plan:
     """Compute what fits.
 
@@ -87,6 +91,8 @@ def make_plan(
     ----------
     model
         A model directory, its config.json, a .gguf file, or a hub id, of which config.json alone is downloaded.
+    device
+        "cpu" or "cuda", whose defaults are taken; by default where an engine would run here.
 
     Raises
     ------
@@ -94,14 +100,13 @@ def make_plan(
         There is no such model, it is not served, or a number is out of range.
     """
     config = read_config(model)
-    # "auto" as on a card: float32 weights are served as bfloat16 there.
-    place = torch.device("cuda")
+    place = torch.device(device or _device_here())
     chosen = resolve_dtype(config, dtype, place)
     sizes = choose_sizes(
         config,
         place,
         chosen,
-        num_slots=256 if num_slots is None else num_slots,
+        num_slots=num_slots,
         block_size=block_size,
         num_blocks=None,
         kv_cache_bytes=kv_cache_bytes,
@@ -118,6 +123,7 @@ def make_plan(
     return Plan(
         model=model,
         architecture=config.architecture,
+        device=place.type,
         dtype=str(chosen).removeprefix("torch."),
         parameters=config.num_parameters,
         weight_bytes=config.weight_bytes(chosen),
@@ -132,6 +138,14 @@ def make_plan(
         sequences=sequences(sizes.max_seq_len),
         fits={length: sequences(length) for length in lengths},
     )
+
+
+def _device_here() -> str:
+    """Return where an engine would run; a plan needs no kernels, so they may not have been compiled."""
+    try:
+        return "cuda" if has_cuda() else "cpu"
+    except ImportError:
+        return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def read_config(model: str) -> ModelConfig:

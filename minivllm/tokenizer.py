@@ -144,7 +144,7 @@ class Tokenizer:
         """Encode a conversation through the model's chat template.
 
         The template writes all special tokens itself, so none is added. Further arguments (``tools``, ...)
-        reach the template.
+        reach the template; a sampling parameter among them is a TypeError.
 
         Raises
         ------

@@ -18,6 +18,8 @@ from minivllm.sequence import Request, Sequence
 class SlotView:
     """Show one slot; ``request_id`` is None where it is free.
 
+    Printed, a sample is called by its request's number, and by its own behind a dot where that is not 0: ``1.2`` is
+    sample 2 of request 1.
     ``phase`` tells whether the prompt is still being computed. ``num_tokens`` counts prompt and answer so far,
     ``num_computed`` those with KV, ``limit`` is the length at which it ends at the latest.
     """
@@ -64,6 +66,10 @@ class EngineStats:
 
     Of the prompts, ``prompt_tokens`` were computed and ``cached_tokens`` found in the prefix cache. Both count a token
     once a sample: what is computed again after a preemption is not counted again.
+
+    ``requests`` counts requests that were queued, a fork and a loaded one too; a prompt that was refused is none. The
+    others count samples, ``n`` of them a request: ``stopped``, ``length``, ``cancelled`` and ``errors`` by how they
+    ended, ``running`` and ``queued`` those in slots and those that wait, ``preemptions`` each time one was sent back.
     """
 
     steps: int = 0

@@ -6,6 +6,7 @@ import pytest
 from texts import CHAT
 from tiny import CHAT_TEMPLATE, byte_level_tokenizer
 
+from minivllm import SamplingParams
 from minivllm.tokenizer import Tokenizer
 
 
@@ -60,3 +61,25 @@ def test_content_in_parts() -> None:
     assert rendered("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "one\ntwo"
     with pytest.raises(ValueError, match="not text"):
         rendered("x", [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}])
+
+
+@pytest.mark.parametrize(
+    "message", [{"role": "user"}, {"role": "user", "text": "x"}, {"role": "assistant", "content": None}]
+)
+def test_a_message_without_content_is_named(message) -> None:
+    with pytest.raises(ValueError, match=r"^message 1 has no 'content': \{'role'"):
+        rendered(CHAT_TEMPLATE, [{"role": "user", "content": ""}, message])
+
+
+def test_what_an_assistant_calls_may_stand_for_its_content() -> None:
+    template = "{{ messages[0].tool_calls | length }}"
+    assert rendered(template, [{"role": "assistant", "content": None, "tool_calls": [{}]}]) == "1"
+
+
+@pytest.mark.parametrize("name", [*SamplingParams.__dataclass_fields__, "max_new_tokens"])
+def test_sampling_parameters_are_no_variables(name) -> None:
+    field = "max_tokens" if name == "max_new_tokens" else name
+    with pytest.raises(TypeError, match=rf"^{name} is no variable .*SamplingParams\({field}=\.\.\.\)$"):
+        rendered("x", **{name: 1})
+    with pytest.raises(TypeError, match="pass it as params"):
+        rendered("x", sampling_params=SamplingParams())

@@ -19,11 +19,12 @@ import torch
 from gguf_files import from_directory
 from tiny import tiny_model
 
-from minivllm import BatchEngine, SamplingParams, _extension, bench, cli, doctor, intake
+from minivllm import BatchEngine, SamplingParams, _extension, bench, cli, doctor, intake, plan
 from minivllm.commands.options import parse_bytes
 from minivllm.config import ModelConfig
 from minivllm.plan import make_plan
 from minivllm.random_model import SHAPES, random_model
+from minivllm.server import run as server_run
 
 MINIVLLM = [sys.executable, "-m", "minivllm"]
 LLAMA = ModelConfig.from_dict(SHAPES["llama-3.2-1b"])
@@ -110,7 +111,15 @@ def test_jsonl_in_and_out(run, model, expect, tmp_path):
     assert short["id"] == "a" and len(short["token_ids"]) == len(short["logprobs"]) == 2
     own = SamplingParams(max_tokens=4, ignore_eos=True, n=2, temperature=1.0, seed=4)
     assert [s["text"] for s in chat["samples"]] == [s.text for s in expect.chat(talk, own)[0].samples]
-    assert "is empty" in empty["error"]
+    assert empty["error"] == "ValueError: prompt 4 is empty"
+    two = run("generate", model, "hello", "", "--max-tokens", 2)
+    assert two.code == 1 and two.err == "minivllm: ValueError: prompt 1 is empty\n"
+    for form in ("text", "jsonl"):
+        one = run("generate", model, "", "--format", form)
+        assert one.code == 2 and "ValueError: prompt 0 is empty" in (
+            one.err if form == "text" else one.rows[0]["error"]
+        )
+    assert run("generate", model, "").err == "minivllm: ValueError: prompt 0 is empty\n"
 
 
 def test_chat_flag_and_every_sampling_flag(run, model, expect):
@@ -268,6 +277,18 @@ def test_serve_until_a_signal(model, number):
             process.kill()
 
 
+@pytest.mark.parametrize(("words", "seed"), [([], 0), (["--seed", "7"], 7)])
+def test_serve_passes_the_seed_on(run, model, monkeypatch, words, seed):
+    seeds = []
+
+    def serve(make_engine, *_, **__):
+        with make_engine() as engine:
+            seeds.append(engine.seed)
+
+    monkeypatch.setattr(server_run, "serve", serve)
+    assert run("serve", model, "--device", "cpu", *words).code == 0 and seeds == [seed]
+
+
 def test_bench_writes_figures(run, model, tmp_path, monkeypatch):
     small = bench.Workload("cpu_b1", 1, (8, 8), (6, 6), "cpu")
     monkeypatch.setitem(bench.WORKLOADS, "cpu_b1", small)
@@ -416,19 +437,35 @@ def test_plan_agrees_with_an_engine(run, model):
         assert engine.stats.preemptions == 0
         engine.generate(prompts, params)
         assert engine.stats.preemptions > 0 or count == 3
-    text = run(*how).out
-    assert "blocks of 64 tokens" in text and "bfloat16" in text
+    text = run(*how, "--device", "cuda").out
+    assert "blocks of 64 tokens" in text and "bfloat16" in text and re.search(r"^device +cuda: ", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_plan_takes_the_defaults_of_an_engine_here(run, model, monkeypatch, compiled):
+    def has_cuda():
+        if compiled:
+            return False
+        raise ImportError("not compiled")
+
+    monkeypatch.setattr(plan, "has_cuda", has_cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = json.loads(run("plan", model, "--kv-cache-bytes", "256KiB", "--json").out)
+    with BatchEngine(model, device="cpu", kv_cache_bytes=1 << 18) as engine:
+        sizes = {name: getattr(engine.sizes, name) for name in ("num_slots", "block_size", "num_blocks", "max_seq_len")}
+        assert {name: found[name] for name in sizes} == sizes
+        assert found["dtype"] == str(engine.dtype).removeprefix("torch.") and found["device"] == "cpu"
 
 
 def test_plan_of_a_known_model(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(SHAPES["llama-3.2-1b"]))
-    plan = make_plan(str(file), 8 << 30, max_seq_len=8192)
+    plan = make_plan(str(file), 8 << 30, max_seq_len=8192, device="cuda")
     assert plan.kv_bytes_per_token == 32768 and plan.block_bytes == 32768 * 64
     assert plan.num_blocks == 4096 and plan.sequences == 32
     assert plan.weight_bytes == pytest.approx(2.4716e9, rel=1e-3)
     assert plan.fits[512] == 256 and plan.fits[4096] == 64
-    assert "raise --kv-cache-bytes" in make_plan(str(tmp_path), 1 << 22).text()
+    assert "raise --kv-cache-bytes" in make_plan(str(tmp_path), 1 << 22, device="cuda").text()
 
 
 @pytest.mark.parametrize(

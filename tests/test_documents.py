@@ -76,8 +76,9 @@ class Runner:
 
     def python(self, block, page):
         code = compile("\n" * (block.line - 1) + self.fill_in(block.code), name(page), "exec")
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(code, self.namespace)
+        assert ".cancel()" not in block.code or "cancelled" in out.getvalue(), "what is cancelled had ended"
 
     def shell(self, block):
         code = self.fill_in(block.code)

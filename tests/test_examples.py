@@ -74,9 +74,10 @@ def test_batch_jsonl(run, tmp_path):
     (tmp_path / "in.jsonl").write_text(
         '{"prompt": "The sky is"}\n{"prompt": []}\n{"prompt": [5, 6], "max_tokens": 3}\n'
     )
-    assert "3 answers in out.jsonl" in run("batch_jsonl.py", "in.jsonl", "out.jsonl")
+    said = run("batch_jsonl.py", "in.jsonl", "out.jsonl")
     first, bad, third = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert first["prompt"] == "The sky is" and first["text"] and "error" not in first
+    assert said == "3 answers in out.jsonl, 1 of them errors\n"
     assert bad["finish_reason"] == "error" and "empty" in bad["error"]
     assert third["finish_reason"] in ("length", "stop")
 
@@ -85,6 +86,20 @@ def test_timeline(run, tmp_path):
     assert "prompt tokens computed" in run("timeline.py", tmp_path)
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > 100
+
+
+def test_timeline_without_matplotlib(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match=r"^no timeline\.png: [^\n]*minivllm\[plot\]'$"):
+        run("timeline.py", tmp_path)
+    assert (tmp_path / "trace.json").is_file() and not (tmp_path / "timeline.png").exists()
+
+
+def test_the_client_without_openai(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(SystemExit, match=r"pip install openai$"):
+        run("server_client.py")
 
 
 def test_custom_logits(run):

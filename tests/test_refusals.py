@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
 from engines import assert_empty, fake_engine, greedy, tiny_engine
 from tiny import tiny_model
+
+from minivllm import AsyncEngine, BatchEngine, Handle
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,7 @@ def test_a_refusal_shows_the_beginning_of_what_was_given_on_one_line(path):
             call()
         text = str(error.value)
         assert len(text) < 250 and "\n" not in text
-        assert text.startswith(("prompt 0: must be", "conversation 0: ", "on_error must be"))
+        assert text.startswith(("prompt 0 must be", "conversation 0: ", "on_error must be"))
     assert_empty(engine)
 
 
@@ -59,3 +63,28 @@ def test_a_refusal_shows_the_beginning_of_what_was_given_on_one_line(path):
 def test_a_flag_that_is_no_bool_is_refused_before_anything_is_read(name, value):
     with pytest.raises(TypeError, match=f"{name} must be a bool"):
         tiny_engine("/nowhere", **{name: value})
+
+
+@pytest.mark.parametrize("on_error", ["raise", "return"])
+def test_sampling_parameters_as_keywords_of_chat_are_refused_before_anything_runs(path, on_error):
+    with tiny_engine(path) as engine:
+        for name in ("max_tokens", "temperature", "seed"):
+            with pytest.raises(TypeError, match=rf"params=SamplingParams\({name}="):
+                engine.chat([{"role": "user", "content": "hi"}], on_error=on_error, **{name: 3})
+        assert engine.stats.requests == 0
+        assert len(engine.chat([{"role": "user", "content": "hi"}], greedy(2), thinking=True)) == 1
+
+
+def test_no_other_call_swallows_keywords():
+    calls = [getattr(owner, name) for owner in (BatchEngine, AsyncEngine) for name in ("generate", "stream", "submit")]
+    for call in [*calls, AsyncEngine.chat, BatchEngine, Handle.fork, BatchEngine.load]:
+        kinds = [parameter.kind for parameter in inspect.signature(call).parameters.values()]
+        assert inspect.Parameter.VAR_KEYWORD not in kinds, call
+
+
+def test_a_bad_prompt_is_named_in_a_sentence(path):
+    with tiny_engine(path) as engine:
+        with pytest.raises(ValueError, match=r"^prompt 1 is empty$"):
+            engine.generate(["a", ""])
+        with pytest.raises(TypeError, match=r"^prompt 0 must be a str"):
+            engine.submit(5)

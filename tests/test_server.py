@@ -213,6 +213,17 @@ def test_every_field_of_the_engine_can_be_sent():
     assert names <= set(ChatBody.model_fields)
 
 
+def test_how_long_an_answer_is_where_a_body_does_not_say(client, expect):
+    how = {"model": "tiny", "temperature": 0, "extra_body": ENDLESS}
+    assert client.completions.create(prompt="hello", **how).usage.completion_tokens == 16
+    two = client.completions.create(prompt=[[5], [5] * 507], **how)  # room for 16, and for 5
+    assert two.usage.completion_tokens == 16 + expect.sizes.max_seq_len - 507
+    more = {**how, "extra_body": {**ENDLESS, "min_tokens": 20}}
+    assert client.completions.create(prompt="hello", **more).usage.completion_tokens == 20
+    chat = client.chat.completions.create(messages=CHAT, **how).usage
+    assert chat.prompt_tokens + chat.completion_tokens == expect.sizes.max_seq_len
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities(client, expect, stream):
     [g] = expect.generate("hello", SamplingParams(max_tokens=6, logprobs=2, ignore_eos=True))
@@ -335,6 +346,8 @@ def test_bad_bodies_are_400(served, body, param):
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"max_tokens": 3}}, "chat_template_kwargs"),
+        ({"messages": [{"role": "user"}]}, "messages"),
     ],
 )
 def test_bad_chats_are_400(served, extra, param):
@@ -376,6 +389,11 @@ def test_unknown_routes_and_methods(served):
     assert httpx.get(f"{served.base}/v1/nothing").status_code == 404
     assert httpx.get(f"{served.base}/v1/completions").status_code == 405
     assert httpx.get(f"{served.base}/docs").status_code == 404
+
+
+def test_the_root_leads_to_the_live_page(served):
+    answer = httpx.get(f"{served.base}/", follow_redirects=True)
+    assert answer.url.path == "/live" and "text/html" in answer.headers["content-type"]
 
 
 def test_models_and_health(served, client):
@@ -446,8 +464,8 @@ def test_a_fault_of_the_server_is_logged_and_not_told(model, monkeypatch, caplog
 
 def test_a_client_that_leaves_frees_its_slot(model):
     with server(model, num_slots=1) as served, served.client() as client:
-        endless = {"prompt": "hello", "ignore_eos": True}
-        stream = client.completions.create(model="tiny", prompt="hello", stream=True, extra_body=ENDLESS)
+        endless = {"prompt": "hello", "max_tokens": 500, "ignore_eos": True}
+        stream = client.completions.create(model="tiny", stream=True, extra_body=endless, prompt="hello")
         next(iter(stream))
         stream.close()
         served.until(lambda stats: stats.cancelled == 1 and stats.running == 0)
@@ -537,11 +555,11 @@ def test_the_key_as_the_password_of_basic(model):
 
 def test_browsers_are_asked_for_the_key_on_the_live_page_alone(model):
     with server(model, api_key="right") as served:
-        for path in ("/live", "/live/live.js", "/live/live.css", "/live/events", "/live/nothing"):
+        for path in ("/", "/live", "/live/live.js", "/live/live.css", "/live/events", "/live/nothing"):
             refused = httpx.get(served.base + path)
             assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
             assert refused.headers["www-authenticate"] == 'Basic realm="minivllm"', path
-        for path in ("/", "/lively", "/v1/models", "/metrics"):
+        for path in ("/lively", "/v1/models", "/metrics"):
             assert httpx.get(served.base + path).headers["www-authenticate"] == "Bearer", path
 
 
@@ -595,7 +613,9 @@ def test_answers_on_their_way_end_with_the_server(model):
     with server(model, num_slots=1) as served:
         found = []
         thread = threading.Thread(
-            target=lambda: found.append(served.post("/v1/completions", {"prompt": "hello", **ENDLESS}))
+            target=lambda: found.append(
+                served.post("/v1/completions", {"prompt": "hello", "max_tokens": 500, **ENDLESS})
+            )
         )
         thread.start()
         served.until(lambda stats: stats.running == 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -49,7 +50,7 @@ def _print_as_it_comes(args: argparse.Namespace, job: Job) -> int:
         try:
             handle = engine.submit(_prompt(engine, job), _seeded(engine, job))
         except (TypeError, ValueError) as error:
-            print(f"minivllm: prompt {job.index}: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"minivllm: {type(error).__name__}: {error}", file=sys.stderr)
             return 2
         for delta in handle:
             print(delta.text, end="", flush=True)
@@ -90,7 +91,8 @@ def _print(args: argparse.Namespace, jobs: list[Job]) -> int:
                 print(f"==> {number} <==")
             print(sample.text, flush=True)
         if generation.error is not None:
-            print(f"minivllm: prompt {job.index}: {generation.error}", file=sys.stderr)
+            where = "" if f"prompt {job.index}" in generation.error else f"prompt {job.index}: "
+            print(f"minivllm: {where}{generation.error}", file=sys.stderr)
 
     with make_engine(args, progress=args.progress) as engine:
         answer(engine, jobs, found, progress=args.progress)
@@ -123,7 +125,10 @@ def answer(engine: BatchEngine, jobs: Iterable[Job], found: Found, *, progress: 
                 try:
                     live[engine.submit(_prompt(engine, job), _seeded(engine, job)).request_id] = job
                 except (TypeError, ValueError) as error:
-                    found(job, failed(job.prompt, job.index, error))
+                    refusal = failed(job.prompt, job.index, error)
+                    # To the engine each is a call by itself, with one prompt, number 0.
+                    text = re.sub(r"^(\w+: prompt) 0\b", rf"\1 {job.index}", refusal.error or "")
+                    found(job, replace(refusal, error=text))
                     bar.update(1)
             if not live:
                 return

@@ -7,12 +7,13 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import RedirectResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from minivllm import __version__
@@ -22,7 +23,7 @@ from minivllm.server.answers import Answer, ChatAnswer, CompletionAnswer, events
 from minivllm.server.gate import Gate, Json, error_body
 from minivllm.server.live import register_live
 from minivllm.server.metrics import Metrics
-from minivllm.server.protocol import BadRequestError, Body, ChatBody, CompletionBody
+from minivllm.server.protocol import COMPLETION_TOKENS, BadRequestError, Body, ChatBody, CompletionBody
 
 MAX_BODY_BYTES = 8 << 20
 MAX_QUEUE = 1024
@@ -61,8 +62,13 @@ class Service:
             "max_model_len": self.engine.engine.sizes.max_seq_len,
         }
 
-    async def submit(self, prompts: list[Any], params: SamplingParams, param: str, deltas: bool) -> AsyncHandle:
-        """Queue prompts, or say what is wrong with them or that the queue is full."""
+    async def submit(
+        self, prompts: list[Any], params: SamplingParams, param: str, deltas: bool, most: int | None = None
+    ) -> AsyncHandle:
+        """Queue prompts, or say what is wrong with them or that the queue is full.
+
+        Where ``params`` has no ``max_tokens``, an answer has at most ``most`` tokens, fewer where there is no room.
+        """
         engine, wanted = self.engine.engine, len(prompts) * params.n
         if wanted > self.max_queue + engine.sizes.num_slots:
             room = self.max_queue + engine.sizes.num_slots
@@ -81,7 +87,8 @@ class Service:
             self.metrics.refused()
             raise BadRequestError("The queue is full; try again later.", None, "queue_full", 429)
         try:
-            handle = self.engine.submit(ids, params, deltas=deltas)
+            own = params if most is None else [self._bounded(params, len(p), most) for p in ids]
+            handle = self.engine.submit(ids, own, deltas=deltas)
         except EngineClosedError:
             raise BadRequestError("The server is shutting down.", None, "cancelled", 503) from None
         except (TypeError, ValueError) as error:
@@ -91,6 +98,14 @@ class Service:
         for request, prompt in zip(handle.requests, prompts, strict=True):
             request.prompt = prompt if isinstance(prompt, str) else None
         return handle
+
+    def _bounded(self, params: SamplingParams, prompt_tokens: int, most: int) -> SamplingParams:
+        """Return parameters whose answer has at most ``most`` tokens, ``min_tokens`` where those are more."""
+        if params.max_tokens is not None:
+            return params
+        sizes = self.engine.engine.sizes
+        room = min(sizes.max_seq_len, sizes.num_blocks * sizes.block_size + 1) - prompt_tokens
+        return replace(params, max_tokens=max(min(most, room), params.min_tokens, 1))
 
     def _encode(self, prompts: list[Any], param: str) -> list[list[int]]:
         """Turn texts into token ids; long ones take a while, so this runs beside the event loop."""
@@ -215,7 +230,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         params, prompts = body.params(), body.prompts()
         answer = CompletionAnswer(name, params, service.engine.engine.tokenizer)
         answer.echo = bool(body.echo)
-        handle = await service.submit(prompts, params, "prompt", bool(body.stream))
+        handle = await service.submit(prompts, params, "prompt", bool(body.stream), COMPLETION_TOKENS)
         return await service.respond(request, handle, answer, body)
 
     @app.post("/v1/chat/completions", response_model=None)
@@ -231,6 +246,10 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
 
 def _add_views(app: FastAPI, service: Service) -> None:
+    @app.get("/", response_model=None, include_in_schema=False)
+    async def root() -> Response:
+        return RedirectResponse("/live")
+
     @app.get("/v1/models", response_model=None)
     async def models() -> dict[str, Any]:
         """List the model."""

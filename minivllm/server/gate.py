@@ -65,8 +65,8 @@ def given_key(headers: dict[bytes, bytes]) -> bytes | None:
 
 
 def is_live(path: str) -> bool:
-    """Tell whether a path is the live page's or one of its parts."""
-    return path == "/live" or path.startswith("/live/")
+    """Tell whether a path is the live page's or one of its parts, or leads there."""
+    return path in ("/", "/live") or path.startswith("/live/")
 
 
 class Gate:

@@ -1,7 +1,8 @@
 """What clients send: the bodies of OpenAI's completions and chat, and vLLM's further fields.
 
 A field that would change the answer and is not served is refused; one that would not (``user``, ``store``) is accepted
-and does nothing. ``temperature`` is 1 where a body names none, as at OpenAI and in vLLM.
+and does nothing. ``temperature`` is 1 where a body names none, as at OpenAI and in vLLM, and ``max_tokens`` 16 in
+/v1/completions.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
+from minivllm.chat_template import check_variables
 from minivllm.request import SamplingParams
 
+COMPLETION_TOKENS = 16  # of an answer where a body of /v1/completions names no max_tokens, as at OpenAI and in vLLM
 MAX_STOPS = 64  # stop texts of a request: each is looked for in every token's text, while the other requests wait
 
 
@@ -196,6 +199,11 @@ class ChatBody(Body):
         reserved = {"messages", "tools", "add_generation_prompt"} & set(self.chat_template_kwargs or {})
         if reserved:
             raise BadRequestError(f"chat_template_kwargs may not set {sorted(reserved)[0]}", "chat_template_kwargs")
+        try:
+            check_variables(self.chat_template_kwargs or {})
+        except TypeError as error:
+            text = f"{str(error).partition(':')[0]}: sampling parameters are fields of the body"
+            raise BadRequestError(text, "chat_template_kwargs") from None
 
     def params(self) -> SamplingParams:
         """Return the engine's parameters."""
