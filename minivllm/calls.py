@@ -322,16 +322,13 @@ class Calls:
 
     def _end_cancelled(self, wait: bool) -> None:
         """End what was cancelled. A turn that is on sees to it at its end; ``wait`` is for those who only look."""
-        if self._lock.acquire(blocking=wait and not self._in_turn):
-            try:
-                if not self._in_turn and not self._closed:
-                    with self._turn():
-                        self._take_inbox()
-            finally:
-                self._lock.release()
+        with self._lock.held(blocking=wait and not self._in_turn) as held:
+            if held and not self._in_turn and not self._closed:
+                with self._turn():
+                    self._take_inbox()
 
     def _fork(self, request: Request, k: int) -> list[Handle]:
-        with self._lock:
+        with self._lock.held():
             with self._turn():
                 self._take_inbox()
             with self._turn(repair=False):
@@ -339,7 +336,7 @@ class Calls:
         return [Handle(self, fork) for fork in self._take_on(forks)]
 
     def _save(self, request: Request, path: Path) -> None:
-        with self._lock:
+        with self._lock.held():
             with self._turn():
                 self._take_inbox()
                 self._collect(keep=0)

@@ -282,7 +282,7 @@ class BatchEngine(Turns, Calls, Views):
         >>> engine.block_table[0, :2].tolist(), engine.free_blocks[0], len(engine.queue)
         ([0, -1], 1, 0)
         """
-        with self._lock:
+        with self._lock.held():
             with self._turn():
                 self._take_inbox()
             with self._turn(repair=False):  # what is broken stays to be looked at
@@ -290,7 +290,7 @@ class BatchEngine(Turns, Calls, Views):
 
     def close(self) -> None:
         """Cancel what is left and give all device memory back. A second call finishes one that was interrupted."""
-        with self._lock:
+        with self._lock.held():
             if not self._closed:
                 with self._turn():
                     self._take_inbox()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 
@@ -90,6 +92,21 @@ class FairLock:
                 gate.release()
             else:
                 self._owner = None
+
+    @contextmanager
+    def held(self, blocking: bool = True) -> Iterator[bool]:
+        """Hold it in a block, and say whether it is held; an interrupt at any place leaves it as it was before."""
+        depth, taken = self.depth, True
+        try:
+            taken = self.acquire(blocking)
+            try:
+                yield taken
+            finally:
+                if taken:
+                    self.release()
+        finally:
+            if taken:  # an interrupt can come just before the lock is given up
+                self.restore(depth)
 
     def __enter__(self) -> FairLock:
         before = self.depth

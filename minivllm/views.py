@@ -222,7 +222,7 @@ class Views:
         >>> [(view.slot, view.phase, view.prompt_tokens) for view in engine.slots]
         [(0, 'decode', 3), (1, 'free', 0)]
         """
-        with self._lock:
+        with self._lock.held():
             return SlotList(view_slot(self._scheduler, i) for i in range(self._scheduler.num_slots))
 
     @property
@@ -235,7 +235,7 @@ class Views:
         >>> [view.prompt_tokens for view in engine.queue]
         [3, 3, 3]
         """
-        with self._lock:
+        with self._lock.held():
             waiting = [s for requests in list(self._inbox) for r in requests for s in r.sequences]
             return QueueList(view_queued(s) for s in (*self._scheduler.queue, *waiting))
 
@@ -254,7 +254,7 @@ class Views:
         >>> len(engine.free_blocks) == engine.sizes.num_blocks
         True
         """
-        with self._lock:
+        with self._lock.held():
             pool = self._scheduler.pool
             return [*pool.free, *pool.cached]
 
@@ -267,7 +267,7 @@ class Views:
         >>> engine.block_table.dtype, bool((engine.block_table == -1).all())
         (dtype('int32'), True)
         """
-        with self._lock:
+        with self._lock.held():
             table: BlockTable = self._scheduler.table.copy().view(BlockTable)
             return table
 
@@ -305,7 +305,7 @@ class Views:
         >>> len(snapshot.slots), len(snapshot.blocks()) == snapshot.stats.blocks_total
         (2, True)
         """
-        with self._lock:
+        with self._lock.held():
             pool = self._scheduler.pool
             return Snapshot(self.slots, self.queue, list(pool.refs), list(pool.cached), self.stats)
 

@@ -135,6 +135,11 @@ def test_an_interrupt_at_any_instruction():
     assert len(stops) > 1000
     for stop in stops if "EVERY_INTERRUPT" in os.environ else rng.sample(stops, 90):
         run_interrupted(stop)
+    # Where the lock is taken and given up: each place, as it is passed first and last.
+    locks = [n for (file, name, _), n in everything.places.items() if file.endswith("lock.py") or "_end_canc" in name]
+    assert len(locks) > 20
+    for stop in {n for numbers in locks for n in (numbers[0], numbers[-1])}:
+        run_interrupted(stop)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
