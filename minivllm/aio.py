@@ -294,7 +294,7 @@ class AsyncEngine:
             watches = list(self._watches)
         news: dict[asyncio.AbstractEventLoop, list[tuple[_Watch, list[Delta], bool]]] = {}
         ended: list[_Watch] = []
-        with self.engine._lock:
+        with self.engine._lock.held():
             for watch in watches:
                 deltas, done = watch.pull()
                 if deltas or done:

@@ -162,14 +162,14 @@ class Sequence:
         text = self.text
         start = self.prompt_len + text.num_tokens
         hidden = self._hidden_end()
-        free = self.prompt_len + self.params.min_tokens  # stop texts count from here
-        if start < free:
-            text.push(self.tokens[start : min(free, len(self.tokens))], check=False)
-            start = self.prompt_len + text.num_tokens
         if not self.params.stop:  # nothing to look for: all at once
             text.push(self.tokens[start : len(self.tokens) if hidden < 0 else hidden], check=False)
             text.num_tokens = len(self.tokens) - self.prompt_len
             return None
+        free = self.prompt_len + self.params.min_tokens  # stop texts count from here
+        if start < free:
+            text.push(self.tokens[start : min(free, len(self.tokens))], check=False)
+            start = self.prompt_len + text.num_tokens
         for i in range(start, len(self.tokens)):
             if i == hidden:
                 text.num_tokens += 1

@@ -48,9 +48,8 @@ class Turns:
 
         Without ``repair`` an Exception means that the caller was refused before anything changed: others go on.
         """
-        depth = self._lock.depth
         try:
-            with self._lock:
+            with self._lock.held():
                 if self._closed:
                     raise EngineClosedError("this engine was closed")
                 if self._in_turn:
@@ -70,7 +69,6 @@ class Turns:
                 finally:
                     self._in_turn = False
         finally:
-            self._lock.restore(depth)  # an interrupt can come just before the lock is given up
             if self._cancelled and not self._half_done:  # by a thread that did not wait; a failed repair comes first
                 self._end_cancelled(wait=False)
 

@@ -62,7 +62,7 @@ def block_codes(snapshot: Snapshot) -> Int64Array:
 
 def take_picture(engine: BatchEngine) -> Picture:
     """Look at the engine between two steps; waits for the one that runs."""
-    with engine._lock:
+    with engine._lock.held():
         snapshot, steps = engine.snapshot(), list(engine.timeline)
     return Picture(time.perf_counter(), snapshot, block_codes(snapshot), steps)
 
