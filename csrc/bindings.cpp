@@ -42,11 +42,13 @@ PYBIND11_MODULE(_C, m) {
   define("linear", &bindings::linear, py::arg("out"), py::arg("x"), py::arg("weight"), py::arg("n"),
          py::arg("bias"), py::arg("epilogue"), py::arg("num_chunks"),
          py::arg("square_sums") = py::none(), py::arg("eps") = 0.0);
+  define("linear_leaders", &bindings::linear_leaders);
   define("linear_residual_norm", &bindings::linear_residual_norm);
   define("linear_rope_kv", &bindings::linear_rope_kv);
   define("linear_uses_wgmma", &bindings::linear_uses_wgmma);
   define("linear_chunks", &bindings::linear_chunks);
   define("update_state", &bindings::update_state);
+  define("copy_words", &bindings::copy_words);
   define("sample", &bindings::sample);
   define("sample_workspace_size", &bindings::sample_workspace_size);
   define("logprobs", &bindings::logprobs);
@@ -76,6 +78,8 @@ PYBIND11_MODULE(_C, m) {
   m.attr("NUM_BIAS") = static_cast<int>(minivllm::kNumBias);
   m.attr("SLOT_WORDS") = static_cast<int>(minivllm::kSlotWords);
   m.attr("USES_COUNTS") = static_cast<int>(minivllm::kUsesCounts);
+  m.attr("LEADER_SUFFICES") = static_cast<int>(minivllm::kLeaderSuffices);
+  m.attr("LEADER_COLUMNS") = static_cast<int>(minivllm::kLeaderColumns);
   m.attr("EPILOGUE_NONE") = static_cast<int>(minivllm::Epilogue::kNone);
   m.attr("EPILOGUE_RESIDUAL") = static_cast<int>(minivllm::Epilogue::kResidual);
   m.attr("EPILOGUE_SILU_MUL") = static_cast<int>(minivllm::Epilogue::kSiluMul);

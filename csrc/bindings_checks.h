@@ -16,6 +16,7 @@
 #include <type_traits>
 
 #include "kernels.h"
+#include "sampling_math.h"
 
 namespace minivllm {
 
@@ -100,6 +101,13 @@ inline int64_t row_stride(const Tensor& t) { return t.size(0) > 1 ? t.stride(0) 
 template <class T = void>
 T* data_or_null(const OptionalTensor& t) {
   return t.has_value() ? static_cast<T*>(t->data_ptr()) : nullptr;
+}
+
+// See LeadersTo.
+inline void check_leaders(const Tensor& leaders, int64_t rows, int64_t columns,
+                          const Tensor& like) {
+  check_dense(leaders, "leaders", at::kLong, like);
+  check_shape(leaders, "leaders", "rows, columns / 64", {rows, sampling::num_leaders(columns)});
 }
 
 inline const int32_t* ints(const Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); }

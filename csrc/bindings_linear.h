@@ -51,8 +51,10 @@ inline void check_uses_wgmma([[maybe_unused]] const LinearParams& p,
 #ifdef MINIVLLM_WITH_CUDA
   const c10::cuda::CUDAGuard guard(x.device());
   if (cuda::linear_uses_wgmma(p)) return;
-  fail("products with half a norm or with rope are for the kernel for Hopper, which does not take ",
-       "this one: out is [", p.num_tokens, ", ", p.n, "], k is ", p.k, ", x is ", x.scalar_type());
+  fail(
+      "products with half a norm, rope or leaders are for the kernel for Hopper, which does not "
+      "take ",
+      "this one: out is [", p.num_tokens, ", ", p.n, "], k is ", p.k, ", x is ", x.scalar_type());
 #endif
 }
 
@@ -90,6 +92,29 @@ inline void linear(const Tensor& out, const Tensor& x, const Tensor& weight, int
     check_uses_wgmma(p, x);
   }
   LAUNCH(linear, x, p);
+}
+
+// Logits, or where a row's slot has kLeaderSuffices perhaps none, and their leaders.
+inline void linear_leaders(const Tensor& logits, const Tensor& leaders, const Tensor& x,
+                           const Tensor& weight, const OptionalTensor& bias, int64_t num_chunks,
+                           const Tensor& slots, const Tensor& state) {
+  check_on_cuda(x, "linear_leaders");
+  CHECK_ROWS(logits, at::kFloat, x);
+  const int64_t n = logits.size(1);
+  LinearParams p = linear_params(logits, x, weight, n, bias, Epilogue::kNone, num_chunks);
+  const int64_t num_tokens = p.num_tokens;
+  CHECK_SHAPE(logits, num_tokens, n);
+  check_leaders(leaders, num_tokens, n, x);
+  CHECK_DENSE(slots, at::kInt, x);
+  CHECK_SHAPE(slots, num_tokens);
+  CHECK_ROWS(state, at::kInt, x);
+  if (state.size(1) < kSlotWords) fail("a row of state must hold ", kSlotWords, " words");
+  p.out_dtype = DType::kFloat32;
+  p.out_stride = row_stride(logits);
+  p.leaders = {static_cast<uint64_t*>(leaders.data_ptr()), ints(slots), ints(state),
+               row_stride(state)};
+  check_uses_wgmma(p, x);
+  LAUNCH_CUDA(linear, x, p);
 }
 
 // residual += x W^T + bias, and the first half of the RMSNorm of its new rows.

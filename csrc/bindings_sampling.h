@@ -15,10 +15,25 @@ inline void update_state(const Tensor& state, const Tensor& pairs) {
   LAUNCH(update_state, state, p);
 }
 
+// Between the device and pinned memory of the host.
+inline void copy_words(const Tensor& to, const Tensor& from) {
+  const Tensor& device = to.is_cuda() ? to : from;
+  const Tensor& host = to.is_cuda() ? from : to;
+  check_on_cuda(device, "copy_words");
+  if (!host.is_cpu() || !host.is_pinned()) fail("one of both must be in pinned memory of the host");
+  for (const Tensor* t : {&to, &from}) {
+    if (t->scalar_type() != at::kInt || !t->is_contiguous()) fail("words are int32, contiguous");
+  }
+  if (to.numel() != from.numel()) fail("to has ", to.numel(), " words, from ", from.numel());
+  const CopyWordsParams p{static_cast<int32_t*>(to.data_ptr()), ints(from), to.numel()};
+  LAUNCH_CUDA(copy_words, device, p);
+}
+
 inline void sample(const Tensor& tokens, const Tensor& logits, const Tensor& slots,
                    const Tensor& positions, const Tensor& state, const OptionalTensor& counts,
                    const OptionalTensor& bias_ids, const OptionalTensor& bias_values,
-                   const OptionalTensor& bias_until, const OptionalTensor& workspace) {
+                   const OptionalTensor& bias_until, const OptionalTensor& workspace,
+                   const OptionalTensor& leaders) {
   CHECK_ROWS(logits, at::kFloat, logits);
   const int64_t num_rows = logits.size(0), vocab_size = logits.size(1);
   CHECK_DENSE(slots, at::kInt, logits);
@@ -44,6 +59,10 @@ inline void sample(const Tensor& tokens, const Tensor& logits, const Tensor& slo
     check_dense(*bias_until, "bias_until", at::kInt, logits);
     check_shape(*bias_until, "bias_until", "num_slots, max_bias", {num_slots, max_bias});
   }
+  if (leaders.has_value()) {
+    check_on_cuda(logits, "sample with leaders");
+    check_leaders(*leaders, num_rows, vocab_size, logits);
+  }
   const SampleParams p{static_cast<const float*>(logits.data_ptr()),
                        row_stride(logits),
                        ints(slots),
@@ -58,6 +77,7 @@ inline void sample(const Tensor& tokens, const Tensor& logits, const Tensor& slo
                        static_cast<int32_t*>(tokens.data_ptr()),
                        num_rows,
                        vocab_size,
+                       data_or_null<const uint64_t>(leaders),
                        data_or_null(workspace)};
   LAUNCH(sample, logits, p);
 }

@@ -156,6 +156,18 @@ struct RopeKvTo {
   bool settled;  // positions, slots and the block table are: see AttentionParams
 };
 
+// Logits of which most rows need the largest alone: those whose slot has kLeaderSuffices. The
+// product then notes the leaders of a row, and writes no logits where no row of a tile wants them.
+constexpr int64_t kLeaderColumns = 64;  // of which a leader is the first
+struct LeadersTo {
+  // [num_tokens, num_leaders(n)]: of the columns' logits the first in order_of's order, as that
+  // number (both in sampling_math.h); 0 where one is NaN. Null: no leaders.
+  uint64_t* leaders;
+  const int32_t* slots;  // [num_tokens], -1: padding, nothing is wanted of the row
+  const int32_t* state;  // [num_slots, state_stride], SlotWord
+  int64_t state_stride;
+};
+
 // out = x W^T: num_chunks chains over equal parts of K for each output, added in order, the same
 // for any number of rows.
 struct LinearParams {
@@ -183,6 +195,7 @@ struct LinearParams {
   void* weighted = nullptr;           // [num_tokens, n], contiguous: out * norm_weight
   float* new_square_sums = nullptr;   // [num_tokens, n / kNormColumns]
   RopeKvTo rope = {};                 // for kRopeKv
+  LeadersTo leaders = {};             // of a plain product in one chain to float32
 };
 
 // The first half of an RMSNorm by itself (see kNormColumns), after residual += x where x is given
@@ -217,6 +230,8 @@ enum SlotWord : int32_t {
 };
 enum SlotFlag : int32_t {
   kUsesCounts = 1,  // the slot's row of counts is live: penalties read it, the sampler adds to it
+  kLeaderSuffices =
+      2,  // nothing but the likeliest token is wanted of the slot's logits: see LeadersTo
 };
 
 // state[index[i]] = value[i], one entry a pair.
@@ -224,6 +239,13 @@ struct UpdateStateParams {
   int32_t* state;        // flat
   const int32_t* pairs;  // [num_pairs, 2]: index, value; an index < 0 or >= size is skipped
   int64_t num_pairs, size;
+};
+
+// Copies words to the device from pinned memory of the host, or the other way.
+struct CopyWordsParams {
+  int32_t* to;
+  const int32_t* from;
+  int64_t num_words;
 };
 
 // Draws the next token of each row and stores it as the slot's last token.
@@ -248,6 +270,7 @@ struct SampleParams {
   int64_t max_bias;
   int32_t* tokens;  // [num_rows] out
   int64_t num_rows, vocab_size;
+  const uint64_t* leaders;  // cuda: LeadersTo's, for slots with kLeaderSuffices; may be null
   void* workspace;  // cuda: sample_workspace_size() bytes, zeroed once at creation; cpu: null
 };
 
@@ -288,6 +311,7 @@ int64_t linear_chunks(int64_t n, int64_t k, Epilogue epilogue);
 void weigh_rows(const WeighRowsParams& p, Stream stream);
 void linear(const LinearParams& p, Stream stream);
 void update_state(const UpdateStateParams& p, Stream stream);
+void copy_words(const CopyWordsParams& p, Stream stream);
 void sample(const SampleParams& p, Stream stream);
 int64_t sample_workspace_size(int64_t max_rows, int64_t vocab_size);
 void logprobs(const LogprobsParams& p, Stream stream);

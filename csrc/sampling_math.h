@@ -60,6 +60,11 @@ MINIVLLM_HD uint64_t order_of(float logit, int32_t id) {
 }
 constexpr uint64_t kEverything = ~uint64_t{0};
 
+// Leaders of a row: see LeadersTo.
+MINIVLLM_HD int64_t num_leaders(int64_t columns) {
+  return (columns + kLeaderColumns - 1) / kLeaderColumns;
+}
+
 // One slot's sampling parameters, out of its row of state.
 struct Settings {
   float temperature, top_p, min_p, repetition, presence, frequency;

@@ -19,6 +19,8 @@ FLAGS: int
 NUM_BIAS: int
 SLOT_WORDS: int
 USES_COUNTS: int
+LEADER_SUFFICES: int
+LEADER_COLUMNS: int
 EPILOGUE_NONE: int
 EPILOGUE_RESIDUAL: int
 EPILOGUE_SILU_MUL: int
@@ -88,6 +90,17 @@ def linear(
     square_sums: Tensor | None = None,
     eps: float = 0.0,
 ) -> None: ...
+def linear_leaders(
+    logits: Tensor,
+    leaders: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    num_chunks: int,
+    slots: Tensor,
+    state: Tensor,
+    /,
+) -> None: ...
 def linear_residual_norm(
     residual: Tensor,
     weighted: Tensor,
@@ -118,6 +131,7 @@ def linear_rope_kv(
 def linear_chunks(weight: Tensor, epilogue: int, /) -> int: ...
 def linear_uses_wgmma(weight: Tensor, epilogue: int, /) -> bool: ...
 def update_state(state: Tensor, pairs: Tensor, /) -> None: ...
+def copy_words(to: Tensor, source: Tensor, /) -> None: ...
 def sample(
     tokens: Tensor,
     logits: Tensor,
@@ -129,6 +143,7 @@ def sample(
     bias_values: Tensor | None,
     bias_until: Tensor | None,
     workspace: Tensor | None,
+    leaders: Tensor | None,
     /,
 ) -> None: ...
 def sample_workspace_size(max_rows: int, vocab_size: int, /) -> int: ...

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 _HEAD_DIM = 64  # that a product rotates
 _LARGEST_HIDDEN = 16384  # that weigh_rows takes
-# Rows up to which a product does what comes between it and the next; the down product, whose K is long, has its own.
-_ROWS_JOINED = 32
+# Rows up to which the products of q, k and v, of o and of down do what comes between them and the next.
+_ROWS_OF_QKV_JOINED = 48
+_ROWS_OF_O_JOINED = 32
 _ROWS_OF_DOWN_JOINED = 16
 
 
@@ -49,7 +50,7 @@ def hidden_states(model: Model, inputs: Inputs, cache: Cache, keep_all: bool) ->
     for i, layer in enumerate(layers):
         q = _queries(model, layer.qkv, rows, inputs, cache, i)
         x, residual = model.attend(q, residual, inputs, cache, i, keep_all)
-        rows = _add_and_weigh(layer.o, residual, x.flatten(1), layer.post_norm, _ROWS_JOINED)
+        rows = _add_and_weigh(layer.o, residual, x.flatten(1), layer.post_norm, _ROWS_OF_O_JOINED)
         x = layer.gate_up(rows.x, square_sums=rows.square_sums, eps=eps)
         if i + 1 == len(layers):
             break
@@ -61,7 +62,7 @@ def _queries(model: Model, qkv: ops.Linear, rows: ops.Weighed, inputs: Inputs, c
     """Return the rotated queries; keys and values are in layer i's cache then."""
     eps, heads = model.config.rms_norm_eps, model.config.num_q_heads
     where = (model.cos_sin, inputs.positions, inputs.slots, cache.block_table, cache.kv[i])
-    if rows.x.shape[0] <= _ROWS_JOINED:
+    if rows.x.shape[0] <= _ROWS_OF_QKV_JOINED:
         return qkv.rope_kv(rows, eps, *where, settled=True)
     if qkv.leaves_sums(rows.x):
         sums = qkv.begin(rows.x)

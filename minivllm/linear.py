@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.sampling_ops import Leaders
 from minivllm.split_norm import Weighed, empty_weighed
 
 if TYPE_CHECKING:
@@ -138,6 +139,42 @@ class Linear:
         elif out is None:
             out = torch.empty((x.shape[0], self.out_size), dtype=out_dtype or x.dtype, device=x.device)
         _C.linear(out, x, self.weight, self.out_size, self.bias, epilogue, self.num_chunks, square_sums, eps)
+        return out
+
+    @property
+    def finds_leaders(self) -> bool:
+        """Say whether `logits` works: for one chain over K, by the kernel for Hopper."""
+        return self.uses_wgmma and self.num_chunks == 1 and not self.gate_up
+
+    def logits(self, x: Tensor, leaders: Leaders, out: Tensor | None = None) -> Tensor:
+        """Multiply rows to float32, and note the largest of every 64 columns of a row.
+
+        Parameters
+        ----------
+        x
+            ``[num_tokens, in_size]``; rows may be apart.
+        leaders
+            Where they go, and whose they are. Where no row of 64 has a slot without ``LEADER_SUFFICES``, no logits
+            are written.
+        out
+            ``float32[num_tokens, out_size]``, or None.
+
+        Returns
+        -------
+        Tensor
+            ``out`` where given, else a tensor like it. Rows with ``LEADER_SUFFICES`` or no slot may hold anything.
+
+        Raises
+        ------
+        ValueError
+            A shape, dtype or device does not fit, or the kernel for Hopper does not take the product.
+        """
+        if out is None:
+            out = torch.empty((x.shape[0], self.out_size), dtype=torch.float32, device=x.device)
+        noted, slots, state = leaders
+        if self.gate_up:
+            raise ValueError("gate_up has no leaders")
+        _C.linear_leaders(out, noted, x, self.weight, self.bias, self.num_chunks, slots, state)
         return out
 
     def begin(self, x: Tensor) -> Tensor:

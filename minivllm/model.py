@@ -194,6 +194,11 @@ class Model:
             q, kv, table, slots, lens, longest, self.scale, cache.workspace, out, settled=settled
         )
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return float32 ``[rows, vocab_size]``, in ``out`` if given, of normed states ``[rows, hidden_size]``."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None, leaders: ops.Leaders | None = None) -> Tensor:
+        """Return float32 ``[rows, vocab_size]``, in ``out`` if given, of normed states ``[rows, hidden_size]``.
+
+        With ``leaders``, which need a head that finds them, there are those, and logits as far as they are wanted.
+        """
+        if leaders is not None:
+            return self.lm_head.logits(hidden, leaders, out)
         return self.lm_head(hidden, out_dtype=torch.float32, out=out)

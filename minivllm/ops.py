@@ -16,6 +16,7 @@ from minivllm.linear import Linear as Linear
 from minivllm.sampling_ops import FLAGS as FLAGS
 from minivllm.sampling_ops import FREQUENCY_PENALTY as FREQUENCY_PENALTY
 from minivllm.sampling_ops import LAST_TOKEN as LAST_TOKEN
+from minivllm.sampling_ops import LEADER_SUFFICES as LEADER_SUFFICES
 from minivllm.sampling_ops import MIN_P as MIN_P
 from minivllm.sampling_ops import NUM_BIAS as NUM_BIAS
 from minivllm.sampling_ops import PRESENCE_PENALTY as PRESENCE_PENALTY
@@ -28,8 +29,11 @@ from minivllm.sampling_ops import TEMPERATURE as TEMPERATURE
 from minivllm.sampling_ops import TOP_K as TOP_K
 from minivllm.sampling_ops import TOP_P as TOP_P
 from minivllm.sampling_ops import USES_COUNTS as USES_COUNTS
+from minivllm.sampling_ops import Leaders as Leaders
 from minivllm.sampling_ops import argmax as argmax
+from minivllm.sampling_ops import copy_words as copy_words
 from minivllm.sampling_ops import count_tokens as count_tokens
+from minivllm.sampling_ops import empty_leaders as empty_leaders
 from minivllm.sampling_ops import logprobs as logprobs
 from minivllm.sampling_ops import sample as sample
 from minivllm.sampling_ops import sample_workspace as sample_workspace

@@ -105,6 +105,8 @@ class Runner:
             workspace=ops.attention_workspace(num_slots, max_seq_len, config.num_q_heads, config.head_dim, self.device),
         )
         self._sample_workspace = ops.sample_workspace(num_slots, config.vocab_size, self.device)
+        finds_leaders = self.on_gpu and model.lm_head.finds_leaders
+        self._leaders = ops.empty_leaders(num_slots, config.vocab_size, self.device) if finds_leaders else None
         self._counts: Tensor | None = None
         self._bias: tuple[Tensor, Tensor, Tensor] | None = None
         words = 16 + 2 * NUM_SLOT_WORDS + 2 * max_blocks  # of a slot, at most: its rows and its updates
@@ -150,17 +152,23 @@ class Runner:
             if keep_all:
                 prompt_logprobs = [self._prompt_logprobs(hidden, *entry) for entry in batch.prompt_logprobs]
                 hidden = hidden if inputs.sample_rows is None else hidden.index_select(0, inputs.sample_rows)
-            logits = self.model.logits(hidden)
+            logits = self._logits(hidden, inputs)
             drawn_from = self._call_logits_fns(batch, logits, errors) if batch.host_rows else logits
             tokens = self._sample(drawn_from, inputs)
         logprobs = None
         if batch.num_logprobs >= 0 and batch.num_rows:
             logprobs = self._row_logprobs(logits, tokens, batch.num_logprobs)
         out = self._results[self._turn]
-        out[: batch.num_rows].copy_(tokens, non_blocking=True)
+        self._copy(out[: batch.num_rows], tokens)
         if ended is not None:
             ended.record()
         return Ticket(batch, out, ended, started, time.perf_counter() - start, logprobs, prompt_logprobs, errors)
+
+    def _copy(self, to: Tensor, source: Tensor) -> None:
+        if self.on_gpu:
+            ops.copy_words(to, source)
+        else:
+            to.copy_(source)
 
     @staticmethod
     def _event() -> torch.cuda.Event:
@@ -187,7 +195,7 @@ class Runner:
             raise RuntimeError(f"a step of {need} words does not fit the staging buffer of {len(view)}")
         at = batch.pack(view, rows)
         staged = self._staging[: at[-1]]
-        staged.copy_(self._ring[self._turn][: at[-1]], non_blocking=True)
+        self._copy(staged, self._ring[self._turn][: at[-1]])
         parts = torch.split(staged, [end - start for start, end in itertools.pairwise(at)])
         if batch.updates:
             ops.update_state(self.state, parts[9].view(-1, 2))
@@ -209,6 +217,12 @@ class Runner:
             longest,
         )
 
+    def _logits(self, hidden: Tensor, inputs: Inputs, out: Tensor | None = None) -> Tensor:
+        if self._leaders is not None:
+            leaders = ops.Leaders(self._leaders[: hidden.shape[0]], inputs.sample_slots, self.state)
+            return self.model.logits(hidden, out, leaders)
+        return self.model.logits(hidden) if out is None else self.model.logits(hidden, out)
+
     def _sample(self, logits: Tensor, inputs: Inputs) -> Tensor:
         return ops.sample(
             logits,
@@ -218,6 +232,7 @@ class Runner:
             counts=self._counts,
             bias=self._bias,
             workspace=self._sample_workspace,
+            leaders=None if self._leaders is None else self._leaders[: logits.shape[0]],
         )
 
     def _row_logprobs(self, logits: Tensor, tokens: Tensor, top_n: int) -> RowLogprobs:
@@ -234,7 +249,7 @@ class Runner:
         token_ids, positions, slots, lens = (self._staging[i * rows : (i + 1) * rows] for i in range(4))
         # A graph is captured once for all lengths, so it takes the limit.
         inputs = Inputs(rows, token_ids, positions, slots, lens, slots, None, max_seq_len=self.max_seq_len)
-        return self._sample(self.model.logits(self.model.forward(inputs, self.cache), logits), inputs)
+        return self._sample(self._logits(self.model.forward(inputs, self.cache), inputs, logits), inputs)
 
     # ---------------------------------------------------------------- what only some requests ask for
 

@@ -52,6 +52,10 @@ def slot_words(request: Request, sample: int) -> list[int]:
     words[ops.SEED_LOW] = _signed(request.seed & 0xFFFFFFFF)
     words[ops.SEED_HIGH] = _signed((request.seed >> 32) & 0xFFFFFFFF)
     words[ops.SAMPLE] = sample
-    words[ops.FLAGS] = ops.USES_COUNTS if params.uses_counts else 0
-    words[ops.NUM_BIAS] = len(request.bias())
+    bias = request.bias()
+    words[ops.NUM_BIAS] = len(bias)
+    if params.uses_counts:
+        words[ops.FLAGS] = ops.USES_COUNTS
+    elif params.temperature == 0 and params.logprobs is None and params.logits_fn is None and not bias:
+        words[ops.FLAGS] = ops.LEADER_SUFFICES
     return words

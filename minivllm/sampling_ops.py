@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,16 @@ FLAGS = _C.FLAGS
 NUM_BIAS = _C.NUM_BIAS
 SLOT_WORDS = _C.SLOT_WORDS
 USES_COUNTS = _C.USES_COUNTS
+LEADER_SUFFICES = _C.LEADER_SUFFICES
+
+
+class Leaders(NamedTuple):
+    """Say where a product notes the largest of every 64 logits of a row, and whose logits they are."""
+
+    noted: Tensor  # int64 [num_rows, vocab_size / 64], rounded up: what `empty_leaders` gives
+    slots: Tensor  # as for `sample`
+    state: Tensor
+
 
 _ONE_BITS: int = struct.unpack("<i", struct.pack("<f", 1.0))[0]
 
@@ -48,6 +58,20 @@ def update_state(state: Tensor, pairs: Tensor) -> None:
     _C.update_state(state, pairs)
 
 
+def copy_words(to: Tensor, source: Tensor) -> None:
+    """Copy int32 between a CUDA device and pinned memory of the host, in the order of the current stream.
+
+    For few KB it is quicker than ``copy_``, which hands them to the copy engine. The host's tensor must be kept until
+    the copy is over: torch does not know of it.
+
+    Raises
+    ------
+    ValueError
+        None of both is on CUDA, the other is not pinned, or a size or dtype does not fit.
+    """
+    _C.copy_words(to, source)
+
+
 def sample(
     logits: Tensor,
     slots: Tensor,
@@ -56,6 +80,7 @@ def sample(
     counts: Tensor | None = None,
     bias: tuple[Tensor, Tensor, Tensor] | None = None,
     workspace: Tensor | None = None,
+    leaders: Tensor | None = None,
 ) -> Tensor:
     """Draw the next token of each row by the parameters in its slot's state.
 
@@ -77,6 +102,8 @@ def sample(
         while the position is below ``until``.
     workspace
         What ``sample_workspace`` gave: written to, and left as it was found.
+    leaders
+        What `Linear.logits` has noted, for slots with ``LEADER_SUFFICES``, whose logits are then not read.
 
     Returns
     -------
@@ -85,8 +112,13 @@ def sample(
     """
     tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
     ids, values, until = bias if bias is not None else (None, None, None)
-    _C.sample(tokens, logits, slots, positions, state, counts, ids, values, until, workspace)
+    _C.sample(tokens, logits, slots, positions, state, counts, ids, values, until, workspace, leaders)
     return tokens
+
+
+def empty_leaders(num_rows: int, vocab_size: int, device: torch.device) -> Tensor:
+    """Allocate ``int64[num_rows, vocab_size / 64]``, rounded up, for the leaders of so many rows of logits."""
+    return torch.empty(num_rows, -(-vocab_size // _C.LEADER_COLUMNS), dtype=torch.int64, device=device)
 
 
 def sample_workspace(max_rows: int, vocab_size: int, device: torch.device) -> Tensor | None:

@@ -1,8 +1,8 @@
-// Decode attention for Hopper where few rows leave most of the card idle, so that only the length
-// of the chain from the first load to the last store counts. A cluster of four blocks takes a row
-// of up to four splits, a block a split: its warps fetch a tile each, and work together as in
-// decode_split.cuh. The blocks of the later splits put their results into the shared memory of the
-// first, which merges them in order: no trip through the device's memory, no atomics.
+// Decode attention for Hopper where rows are so few that the length of the chain from the first
+// load to the last store counts, and how evenly they lie over the SMs. A cluster of four blocks
+// takes a row of up to four splits, a block a split: its warps fetch a tile each, and work together
+// as in decode_split.cuh. The blocks of the later splits put their results into the shared memory
+// of the first, which merges them in order: no trip through the device's memory, no atomics.
 //
 // Longer rows are shared out as in decode_sm90.cuh. Which it is depends on the longest row of the
 // batch, so all blocks agree; the bits are the same.
@@ -34,20 +34,6 @@ struct QuickLayout {
 // Of the first block of the cluster, the shared address that is `address` here.
 __device__ __forceinline__ uint32_t first_block_address(uint32_t address) {
   return sm90::map_to_rank(address, 0);
-}
-// Stores to another block's shared memory, counted by a barrier there.
-__device__ __forceinline__ void store_remote(uint32_t to, float value, uint32_t barrier) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to),
-      "f"(value), "r"(barrier)
-      : "memory");
-}
-__device__ __forceinline__ void store_remote(uint32_t to, float2 value, uint32_t barrier) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
-          "r"(to),
-      "f"(value.x), "f"(value.y), "r"(barrier)
-      : "memory");
 }
 
 // The four computing warps: one split of a row, whose slot and length are given; the first block
@@ -145,12 +131,12 @@ __device__ __forceinline__ void quick_split(const DecodeSm90Work& work, int seq,
     const uint32_t to = first_block_address(partials + (split - 1) * Q::kPartialBytes);
     const uint32_t there = first_block_address(barrier);
     if (warp == 0 && lane % 4 == 0) {
-      store_remote(to + r * 8, make_float2(state.m[0], state.l[0]), there);
+      sm90::store_remote(to + r * 8, make_float2(state.m[0], state.l[0]), there);
     }
 #pragma unroll
     for (int b = 0; b < State::kBlocks; ++b)
-      store_remote(to + 8 * kWarpHeads + (r * kHeadDim + State::column(b)) * 4,
-                   make_float2(state.o[b][0], state.o[b][1]), there);
+      sm90::store_remote(to + 8 * kWarpHeads + (r * kHeadDim + State::column(b)) * 4,
+                         make_float2(state.o[b][0], state.o[b][1]), there);
     return;
   }
   if (num_splits > 1) {
@@ -216,8 +202,10 @@ static __global__ void MINIVLLM_QUICK_CLUSTER __launch_bounds__(kDecodeSm90Threa
     const int other = load_settled(p.seq_lens + s);
     most = max(most, load_settled(p.slots + s) < 0 ? 0 : other);
   }
-  if (__reduce_max_sync(kFullMask, most) > kQuickBlocks * kSplitTokens)
+  if (__reduce_max_sync(kFullMask, most) > kQuickBlocks * kSplitTokens) {
+    if (static_cast<int>(blockIdx.x) >= w.num_ctas) return pdl_wait();
     return decode_share<T, kHeadDim, kTilesPerSplit>(work, base, ring);
+  }
   const int split = static_cast<int>(blockIdx.x) % kQuickBlocks;
   if (slot < 0 || split * kSplitTokens >= length || threadIdx.x >= kDecodeComputeThreads)
     return pdl_wait();
@@ -229,13 +217,17 @@ static __global__ void MINIVLLM_QUICK_CLUSTER __launch_bounds__(kDecodeSm90Threa
 
 // Whether the rows are few enough; if so, launches.
 template <typename T, int kHeadDim>
-static bool launch_decode_quick(const DecodeWork& w, Stream stream) {
+static bool launch_decode_quick(DecodeWork w, Stream stream) {
   constexpr int kBlocksPerSm = kHeadDim == 64 ? 3 : 1;
   // The blocks of a cluster need places in one part of the card, so not every place can be filled.
   const int64_t room = int64_t{num_sms()} * kBlocksPerSm * 5 / 6 / kQuickBlocks * kQuickBlocks;
   const int64_t blocks = w.p.num_seqs * w.head_tiles * kQuickBlocks;
-  if (blocks > room || w.p.num_seqs > kQuickMaxSeqs) return false;
-  const int64_t grid = w.p.max_seq_len > kQuickBlocks * kSplitTokens ? room : blocks;
+  // Twice the places: many of the blocks lie beyond a row's end and have nothing to do.
+  const int64_t most = kHeadDim == 64 ? int64_t{num_sms()} * 2 * kBlocksPerSm : room;
+  if (blocks > most || w.p.num_seqs > kQuickMaxSeqs) return false;
+  const bool long_rows = w.p.max_seq_len > kQuickBlocks * kSplitTokens;
+  const int64_t grid = long_rows ? std::max(room, blocks) : blocks;
+  w.num_ctas = static_cast<int>(room);
   const auto kernel = decode_quick_kernel<T, kHeadDim, kBlocksPerSm>;
   MINIVLLM_LAUNCH(kernel, dim3(static_cast<unsigned>(grid)), dim3(kDecodeSm90Threads),
                   QuickLayout<kHeadDim>::kBytes, stream, decode_sm90_work(w));

@@ -324,10 +324,11 @@ inline DecodeSm90Work decode_sm90_work(const DecodeWork& w) {
 }
 
 template <typename T, int kHeadDim, int kPlaces, int kBlocksPerSm>
-static void launch_decode_sm90(const DecodeWork& w, int64_t max_blocks, Stream stream) {
+static void launch_decode_sm90(DecodeWork w, int64_t max_blocks, Stream stream) {
   const auto kernel = decode_sm90_kernel<T, kHeadDim, kPlaces, kBlocksPerSm>;
   const int64_t grid =
       decode_grid(std::min<int64_t>(max_blocks, int64_t{num_sms()} * kBlocksPerSm), w.head_tiles);
+  w.num_ctas = static_cast<int>(grid);
   MINIVLLM_LAUNCH(kernel, dim3(static_cast<unsigned>(grid)), dim3(kDecodeSm90Threads),
                   DecodeSm90Layout<kHeadDim, kPlaces>::bytes(w.p.num_seqs), stream,
                   decode_sm90_work(w));

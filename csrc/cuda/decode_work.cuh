@@ -35,6 +35,7 @@ struct DecodeWork {
   int head_tiles;    // of a token
   int rows;          // of a partial: query heads of a head tile, at most
   int64_t capacity;  // partials that the workspace holds
+  int num_ctas;      // that share the work, the first of the grid
 };
 
 // A split of one (sequence, head tile).
@@ -156,7 +157,7 @@ struct Share {
       : num_seqs(static_cast<int>(w.p.num_seqs)), total(counts[num_seqs]) {
     constexpr int kCutCost = 9;  // what a cut row costs, in the time of tiles
     run = static_cast<int>(blockIdx.x) / w.head_tiles;
-    runs = static_cast<int>(gridDim.x) / w.head_tiles;
+    runs = w.num_ctas / w.head_tiles;
     head_tile = static_cast<int>(blockIdx.x) - run * w.head_tiles;
     const int longest = (num_seqs + runs - 1) / runs * most_tiles;
     cut = longest > total / runs + kCutCost &&

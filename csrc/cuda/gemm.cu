@@ -64,6 +64,7 @@ GemmConfig config_for_few_tokens(const LinearParams& p, int num_sms) {
     if (ceil_div(p.n, columns) <= num_sms) break;
     if (columns == 64 && p.partials == nullptr) break;
   }
+  if (p.leaders.leaders != nullptr) config.columns = 64;
   if (is_fused(p)) {
     config.columns = 64;
     config.stage_blocks = stage_blocks(64, p.k, false);
@@ -73,14 +74,18 @@ GemmConfig config_for_few_tokens(const LinearParams& p, int num_sms) {
   const auto columns_an_sm = [&](int columns) {
     return ceil_div(ceil_div(p.n, columns), num_sms) * columns;
   };
-  if (config.columns == 64 && columns_an_sm(128) < columns_an_sm(64)) config.columns = 128;
-  config.stage_blocks = stage_blocks(config.columns, p.k, p.num_tokens <= kVeryFewTokens);
+  const bool very_few = p.num_tokens <= kVeryFewTokens;
+  const int64_t more = columns_an_sm(128) - columns_an_sm(64);
+  if (config.columns == 64 && (very_few ? more <= 0 : more < 0)) config.columns = 128;
+  config.stage_blocks = stage_blocks(config.columns, p.k, very_few);
   // A small ring and a large one fit an SM together: products of few and of many columns take
   // turns in a layer, and each fills its ring while the one before still runs. More tokens need
-  // the room themselves.
+  // the room themselves, and where an SM has many tiles, starts and ends hardly count.
   constexpr int kSmallRing = 96 * 1024, kLargeRing = 128 * 1024;
   config.ring_bytes = config.columns == 16 ? kSmallRing : kLargeRing;
-  if (p.num_tokens > kVeryFewTokens) config.ring_bytes = kWholeRing;
+  constexpr int kManyTiles = 4;
+  const bool many_tiles = ceil_div(p.n, config.columns) > int64_t{kManyTiles} * num_sms;
+  if (!very_few || many_tiles) config.ring_bytes = kWholeRing;
   return config;
 }
 
@@ -119,7 +124,11 @@ double predicted_clocks(const LinearParams& p, const GemmConfig& config, int num
   const double chunks = p.partials != nullptr ? static_cast<double>(p.num_chunks) : 1.0;
   const double memory =
       static_cast<double>(p.n) * static_cast<double>(p.k) * chunks * 2 / kMemoryBytes;
-  return std::max(static_cast<double>(ceil_div(tiles, num_sms)) * tile, memory + kTileClocks);
+  constexpr double kAddingPair = 3000;  // pairs that add up chunks: seen, not explained
+  const bool adding_pair =
+      config.chunks == Chunks::kAdded && config.warpgroups == 1 && config.sharing != Sharing::kNone;
+  return std::max(static_cast<double>(ceil_div(tiles, num_sms)) * tile, memory + kTileClocks) +
+         (adding_pair ? kAddingPair : 0);
 }
 
 // More tokens: the instance with the smallest prediction.
@@ -131,15 +140,13 @@ GemmConfig config_for_many_tokens(const LinearParams& p, int num_sms) {
     GemmConfig config = {};
     config.warpgroups = warpgroups;
     config.columns = columns;
-    config.stage_blocks = warpgroups == 1 ? stage_blocks(columns, p.k, false) : 1;
+    config.stage_blocks = warpgroups == 1 && !adds ? stage_blocks(columns, p.k, false) : 1;
     config.sharing = sharing;
+    config.chunks = adds ? Chunks::kAdded : Chunks::kApart;
     constexpr int kRing = 204 * 1024, kRingBesideStaging = 192 * 1024, kRingBesideSums = 150 * 1024;
     config.ring_bytes = warpgroups == 2 && columns >= 128 ? kRingBesideStaging : kRing;
     if (adds && columns == 256) config.ring_bytes = kRingBesideSums;
-    // Pairs that add up chunks are slower than was predicted.
-    constexpr double kAddingPair = 3000;
-    const double clocks = predicted_clocks(p, config, num_sms) +
-                          (adds && warpgroups == 1 && sharing != Sharing::kNone ? kAddingPair : 0);
+    const double clocks = predicted_clocks(p, config, num_sms);
     if (best.columns != 0 && clocks >= best_clocks) return;
     best_clocks = clocks;
     best = config;
@@ -155,19 +162,18 @@ GemmConfig config_for_many_tokens(const LinearParams& p, int num_sms) {
       consider(1, columns, Sharing::kTokens);
       consider(1, columns, Sharing::kWeights);
     }
-    best.stage_blocks = 1;
-    best.chunks = Chunks::kAdded;
     return best;
   }
   for (const int columns : {256, 192, 128, 96, 64, 32}) {
-    if (columns >= 128 && p.partials != nullptr) continue;  // staged tiles leave no parts
     // Staged tiles of SiLU leave in chunks of 64 outputs.
     if (columns == 192 && p.epilogue == Epilogue::kSiluMul) continue;
+    if (p.leaders.leaders != nullptr && columns % kLeaderColumns != 0) continue;
     if (columns >= 128) consider(2, columns, Sharing::kNone);
     if (p.num_tokens > 2 * kTileTokens) consider(2, columns, Sharing::kWeights);
     consider(2, columns, Sharing::kTokens);
   }
   for (const int columns : {128, 96, 64, 48, 32, 24, 16}) {
+    if (p.leaders.leaders != nullptr && columns % kLeaderColumns != 0) continue;
     // Pairs of narrow tiles are compiled for their usual stages only.
     const bool paired = columns >= 96 || (columns >= 32 && stage_blocks(columns, p.k, false) > 1);
     consider(1, columns, Sharing::kNone);
@@ -183,6 +189,13 @@ bool wgmma_takes_weight(const LinearParams& p) {
   return (p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16) && p.n % 8 == 0 &&
          p.k % kBlock == 0 && p.n > 0 && p.k > 0 && aligned(p.weight) && aligned(p.bias) &&
          compute_capability() == 90;
+}
+
+void check_leaders(const LinearParams& p) {
+  if (p.leaders.leaders == nullptr) return;
+  if (p.out_dtype != DType::kFloat32 || p.num_chunks != 1 || p.partials != nullptr ||
+      !linear_uses_wgmma(p))
+    throw std::invalid_argument("linear: leaders are of float32 in one chain, on Hopper");
 }
 
 void check_fused(const LinearParams& p) {
@@ -239,6 +252,7 @@ void linear(const LinearParams& p, Stream stream) {
   const bool rounded = p.out_dtype == p.dtype;
   if (!rounded && (p.out_dtype != DType::kFloat32 || p.epilogue != Epilogue::kNone))
     throw std::invalid_argument("linear: only a plain product leaves in another dtype");
+  check_leaders(p);
   check_fused(p);
   if (!linear_uses_wgmma(p)) {
     if (p.partials != nullptr) throw std::invalid_argument("linear: no kernel leaves these sums");

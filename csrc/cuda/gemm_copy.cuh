@@ -26,8 +26,11 @@ struct Shape {
   static constexpr int kShare = kShare_;    // CTAs that share an operand
   static constexpr bool kSums = kChunks_ == Chunks::kAdded;
   static constexpr bool kSplit = kChunks_ == Chunks::kSplit;
-  static_assert(!kSplit || kShare == 1);
+  static_assert(!kSplit || (kWarpgroups == 1 && kShare == 1));
   static constexpr int kCtas = kSplit ? kSplitCtas : kShare;  // of a cluster
+  // Sums that the CTAs of a split put for each other: 16 rows of each one's chunk.
+  static constexpr int kExchangeBytes =
+      kSplit ? kSplitCtas * 16 * kN * static_cast<int>(sizeof(float)) : 0;
   // Tiles whose output leaves through shared memory. They need more registers than an even share:
   // the copying warp gets a warpgroup's worth of threads and gives their registers away.
   static constexpr bool kStaged = kTokens > kTileTokens&& kN >= 128;
@@ -42,6 +45,7 @@ struct Shape {
       kWarpgroups * sm90::kWarpgroupSize + (kStaged ? sm90::kWarpgroupSize : kWarpSize);
   // Tiles whose epilogue can do parts of a decoder layer: see gemm_fused.cuh.
   static constexpr bool kFuses = kWarpgroups == 1 && kN == 64 && kShare == 1 && !kSums;
+  static constexpr bool kLeaders = kN % kLeaderColumns == 0 && !kSums && !kSplit;  // see LeadersTo
   // Two CTAs of one warpgroup fit an SM's registers, so that the next kernel's CTA can start to
   // copy its weights while this one runs.
   static constexpr int kCtasAnSm = kSums ? 1 : kSplit ? 2 : 3 - kWarpgroups;
@@ -162,21 +166,25 @@ struct Source {
     return rows * kBlocks * sm90::kSwizzleRow;
   }
 
+  __device__ bool is_whole() const { return lasts == 0; }
+  // One box, of whole's if that is how the tile is copied.
+  __device__ void load_box(const CUtensorMap* map, uint32_t to, uint32_t barrier, int at,
+                           bool shared, uint64_t policy) const {
+    if (kShare > 1 && shared) {
+      constexpr uint16_t kAllRanks = (1 << kShare) - 1;
+      sm90::tma_load_multicast(to, map, barrier, 0, row, at, kAllRanks, policy);
+    } else {
+      sm90::tma_load(to, map, barrier, 0, row, at, policy);
+    }
+  }
   __device__ void load(const Operand& operand, int stage_rows, uint32_t to, uint32_t barrier,
                        int stage_block, bool shared, uint64_t policy) const {
     to += offset;
     int at = stage_block + block;
-    const auto copy = [&](const CUtensorMap* map) {
-      if (kShare > 1 && shared) {
-        constexpr uint16_t kAllRanks = (1 << kShare) - 1;
-        sm90::tma_load_multicast(to, map, barrier, 0, row, at, kAllRanks, policy);
-      } else {
-        sm90::tma_load(to, map, barrier, 0, row, at, policy);
-      }
-    };
-    if (lasts == 0) return copy(&operand.whole);
+    if (is_whole()) return load_box(&operand.whole, to, barrier, at, shared, policy);
 #pragma unroll 1
-    for (int i = 0; i < lasts; ++i, ++at, to += stage_rows * sm90::kSwizzleRow) copy(&operand.last);
+    for (int i = 0; i < lasts; ++i, ++at, to += stage_rows * sm90::kSwizzleRow)
+      load_box(&operand.last, to, barrier, at, shared, policy);
   }
 };
 
@@ -191,7 +199,9 @@ struct Walk {
   __device__ explicit Walk(const Problem& p) : at(p) { find(p); }
   __device__ void next_stage(const Problem& p) {
     block += S::kBlocks;
-    if (++at.stage < p.tile_stages) return;
+    if (++at.stage == p.tile_stages) next_tile(p);
+  }
+  __device__ void next_tile(const Problem& p) {
     at.next_tile(p);
     if (!at.done(p)) find(p);
   }
@@ -239,12 +249,38 @@ __device__ __forceinline__ void produce(const Problem& p, uint32_t x_ring, uint3
   }
   int slot = 0;
   uint32_t parity = 0;
-  while (!walk.at.done(p)) {
-    sm90::mbarrier_wait(empty + 8 * slot, parity);
-    load_weight(slot);
-    walk.load_x(p, x_ring + slot * x_bytes, full + 8 * slot, x_policy);
-    walk.next_stage(p);
-    if (++slot == p.stages) slot = 0, parity ^= 1;
+  while (!walk.at.done(p)) {  // what is left of a tile
+    const int left = p.tile_stages - walk.at.stage;
+    if (walk.x.is_whole() && walk.weight.is_whole()) {
+      // The usual case, with little to do in each stage: the copying thread has few clocks.
+      const bool share_x = p.sharing == Sharing::kTokens;
+      const bool share_weight = p.sharing == Sharing::kWeights;
+      const uint32_t x_first = x_ring + walk.x.offset;
+      const uint32_t weight_first = weight_ring + walk.weight.offset;
+      int x_block = walk.block + walk.x.block, weight_block = walk.block + walk.weight.block;
+#pragma unroll 1
+      for (int i = 0; i < left; ++i) {
+        const uint32_t barrier = full + 8 * slot;
+        sm90::mbarrier_wait(empty + 8 * slot, parity);
+        sm90::mbarrier_expect(barrier, walk.bytes);
+        walk.weight.load_box(&p.weight.whole, weight_first + slot * kWeightBytes, barrier,
+                             weight_block, share_weight, weight_policy);
+        walk.x.load_box(&p.x.whole, x_first + slot * x_bytes, barrier, x_block, share_x, x_policy);
+        x_block += S::kBlocks;
+        weight_block += S::kBlocks;
+        if (++slot == p.stages) slot = 0, parity ^= 1;
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < left; ++i) {
+        sm90::mbarrier_wait(empty + 8 * slot, parity);
+        load_weight(slot);
+        walk.load_x(p, x_ring + slot * x_bytes, full + 8 * slot, x_policy);
+        walk.block += S::kBlocks;
+        if (++slot == p.stages) slot = 0, parity ^= 1;
+      }
+    }
+    walk.next_tile(p);
   }
   if constexpr (S::kShare > 1) {  // the other CTA arrives at this one's barriers until its end
     for (int i = 0; i < filled; ++i) {

@@ -28,6 +28,7 @@ struct Output {
   void* weighted;
   float* new_square_sums;
   RopeKvTo rope;
+  LeadersTo leaders;
 };
 
 // Where a thread's accumulators belong. It holds two rows, 8 apart, and of every 8 columns the pair

@@ -66,16 +66,19 @@ void launch_instance(const LinearParams& p, const GemmConfig& config, Stream str
                     p.norm_weight,
                     p.weighted,
                     p.new_square_sums,
-                    p.rope};
+                    p.rope,
+                    p.leaders};
   if ((p.weighted != nullptr || p.epilogue == Epilogue::kRopeKv) && !S::kFuses)
     throw std::invalid_argument("this instance does no parts of a layer");
+  if (p.leaders.leaders != nullptr && !S::kLeaders)
+    throw std::invalid_argument("this instance finds no leaders");
   int staging_bytes = 0;
   if constexpr (S::kStaged) {
-    if (in_parts) throw std::invalid_argument("staged tiles leave no parts");
-    const bool silu = p.epilogue == Epilogue::kSiluMul;
+    const bool silu = problem.output.epilogue == Epilogue::kSiluMul;
     if (silu && kN % 128 != 0) throw std::invalid_argument("kSiluMul needs 128 or 256 columns");
-    problem.out = sm90::matrix_map(p.out, p.out_dtype, p.num_tokens, silu ? p.n / 2 : p.n,
-                                   p.out_stride, kChunkRows);
+    const DType out_dtype = in_parts ? DType::kFloat32 : p.out_dtype;
+    problem.out = sm90::matrices_map(problem.output.out, out_dtype, problem.chunks, p.num_tokens,
+                                     silu ? p.n / 2 : p.n, problem.output.stride, kChunkRows);
     staging_bytes = S::kWarpgroups * kExitBytes<S>;
   }
   // A split's CTAs have one tile; others walk.
@@ -85,9 +88,8 @@ void launch_instance(const LinearParams& p, const GemmConfig& config, Stream str
   const int weight_ring = problem.stages * kBlocks * kN * sm90::kSwizzleRow;
   problem.exchange =
       problem.stages * stage_bytes + staging_bytes + std::max(0, behind - weight_ring);
-  constexpr int kExchangeBytes = S::kSplit ? kSplitCtas * kTokens / 4 * kN * 4 : 0;
-  problem.barriers = problem.exchange + kExchangeBytes;
-  const int barriers = 2 * problem.stages + (S::kSplit ? S::kWarpgroups : 0);
+  problem.barriers = problem.exchange + S::kExchangeBytes;
+  const int barriers = 2 * problem.stages + (S::kSplit ? 1 : 0);
   const int smem = problem.barriers + barriers * static_cast<int>(sizeof(uint64_t));
   const auto kernel = [] {
     if constexpr (S::kCtas == 1) {

@@ -21,6 +21,7 @@
 
 #include "gemm_copy.cuh"
 #include "gemm_fused.cuh"
+#include "gemm_leaders.cuh"
 #include "gemm_staged.cuh"
 #include "wgmma.cuh"
 
@@ -28,8 +29,8 @@ namespace minivllm::cuda::gemm {
 
 constexpr int kParkedStride = sm90::kWarpgroupSize * static_cast<int>(sizeof(float));
 
-// The CTAs of a split give each other their chunks' sums: rank r gets those of warp r's 16 rows of
-// each warpgroup. Returns whether this warp then holds whole sums, in the place of its own.
+// The CTAs of a split give each other their chunks' sums: rank r gets those of warp r's 16 rows.
+// Returns whether this warp then holds whole sums, in the place of its own.
 template <typename S>
 __device__ __forceinline__ bool exchange_sums(float (&acc)[S::kN / 2], uint32_t exchange,
                                               uint32_t barrier, bool any_rows, int warp, int lane) {
@@ -88,7 +89,8 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
                                         uint32_t staging, uint32_t full, uint32_t empty) {
   constexpr int kN = S::kN;
   // Shuffled so that the compiler knows it to be the same in a warp: descriptors need that.
-  const int warpgroup = __shfl_sync(kFullMask, threadIdx.x / sm90::kWarpgroupSize, 0);
+  const int warpgroup =
+      S::kWarpgroups == 1 ? 0 : __shfl_sync(kFullMask, threadIdx.x / sm90::kWarpgroupSize, 0);
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x % sm90::kWarpgroupSize / kWarpSize;
   const uint32_t x_first =
@@ -116,6 +118,9 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
   float scale[2];
   int scaled = -1;  // the token that these are of
   const bool residual = p.output.epilogue == Epilogue::kResidual;
+  const bool leaders = S::kLeaders && p.output.leaders.leaders != nullptr;
+  bool wanted = true;  // this tile's outputs, and not their leaders alone
+  int looked_up = -1;  // the token that this is of
   [[maybe_unused]] const uint32_t remote_empty =
       S::kShare > 1 ? sm90::map_to_rank(empty, lane % S::kShare) : empty;
   float acc[kN / 2];
@@ -147,6 +152,10 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
     };
     const bool is_last = !S::kSplit || blockIdx.x % kSplitCtas == warp;  // its sums will be whole
     const bool normed = p.output.square_sums != nullptr;
+    if (leaders && at.token != looked_up) {
+      wanted = wants_logits(p.output, at.token, lane);
+      looked_up = at.token;
+    }
     if (is_last) {
       if constexpr (S::kSquareSumsAhead) {
         if (normed && at.token != scaled) load_square_sums(square_sums, p.output, at);
@@ -202,11 +211,9 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
       for (int i = 0; i < S::kKept; ++i) acc[i] = kept[i];
     }
     if constexpr (S::kSplit) {
-      constexpr int kExchangeBytes = kSplitCtas * 16 * kN * static_cast<int>(sizeof(float));
-      const uint32_t exchange = x_ring + p.exchange + warpgroup * kExchangeBytes;
-      const uint32_t barrier = full + 16 * p.stages + 8 * warpgroup;
+      const uint32_t barrier = full + 16 * p.stages;
       const bool any_rows = at.token + 16 * warp < p.output.num_tokens;
-      if (!exchange_sums<S>(acc, exchange, barrier, any_rows, warp, lane)) return;
+      if (!exchange_sums<S>(acc, x_ring + p.exchange, barrier, any_rows, warp, lane)) return;
     }
     if (normed) {
       if (at.token != scaled) {
@@ -218,7 +225,12 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
     }
     if constexpr (!S::kLoadsAhead) load_ahead();
     if (p.output.bias != nullptr) add_bias<T, kN>(acc, p.output, at);
+    if constexpr (S::kLeaders) {
+      if (leaders) store_leaders<kN>(acc, p.output, at);
+      if (!wanted) continue;
+    }
     if constexpr (S::kStaged) {
+      if constexpr (!S::kSums) exit.matrix = tiles.tile.chunk;
       store_staged<T, kN>(acc, ahead, exit, p.output, at);
       continue;
     }
@@ -262,15 +274,9 @@ __device__ __forceinline__ void gemm_cta(const Problem& p) {
       sm90::mbarrier_init(full + 8 * i, 1);
       sm90::mbarrier_init(empty + 8 * i, S::kShare * kMultiplyWarps);
     }
-    if constexpr (S::kSplit) {
-      for (int i = 0; i < S::kWarpgroups; ++i) sm90::mbarrier_init(empty + 8 * p.stages + 8 * i, 1);
-    }
+    if constexpr (S::kSplit) sm90::mbarrier_init(empty + 8 * p.stages, 1);
     sm90::mbarrier_init_fence();
-    if constexpr (S::kSplit) {
-      for (int i = 0; i < S::kWarpgroups; ++i)
-        sm90::mbarrier_expect(empty + 8 * p.stages + 8 * i,
-                              kSplitCtas * 16 * S::kN * static_cast<int>(sizeof(float)));
-    }
+    if constexpr (S::kSplit) sm90::mbarrier_expect(empty + 8 * p.stages, S::kExchangeBytes);
   }
   if constexpr (S::kShare > 1) {
     sm90::cluster_barrier();  // the other's barriers stand

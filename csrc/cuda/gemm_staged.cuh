@@ -51,7 +51,8 @@ struct Exit {
   const CUtensorMap* map;  // boxes of [64 rows, 128 bytes]
   uint32_t buffers;        // shared address of the warpgroup's two
   int warpgroup;
-  int next = 0;  // buffer
+  int matrix = 0;  // of the map's
+  int next = 0;    // buffer
 
   // Waits until all copies have been read, for all threads of the warpgroup.
   __device__ void drain(int thread) {
@@ -68,7 +69,7 @@ struct Exit {
     sm90::async_proxy_fence();
     sm90::warpgroup_barrier(warpgroup);
     if (thread == 0) {
-      sm90::tma_store(map, buffers + next * kChunkBytes, column, token);
+      sm90::tma_store(map, buffers + next * kChunkBytes, column, token, matrix);
       sm90::bulk_commit();
     }
     next ^= 1;

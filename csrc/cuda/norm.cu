@@ -8,6 +8,7 @@
 // read once. Which thread adds what depends on the row's size alone, not on how it is loaded:
 // addresses that are no multiple of 16 are read element by element into the same places.
 #include "common.cuh"
+#include "partial_sums.cuh"
 
 namespace minivllm::cuda {
 namespace {
@@ -57,35 +58,28 @@ __device__ float block_sum(float x) {
 }
 
 // x from a product's partial sums, in float: what the product's own epilogue would add.
-template <int kSize, bool kAligned>
+template <int kBatch, int kSize, bool kAligned>
 __device__ void load_sums(float (&sums)[kSize], const RmsNormParams& p, int64_t row, int start) {
   const int size = static_cast<int>(p.hidden_size);
 #pragma unroll
   for (int i = 0; i < kSize; ++i) sums[i] = 0.0f;
   if (start >= size) return;
-  const float* from = p.partials + row * p.hidden_size + start;
-#pragma unroll 4
-  for (int64_t part = 0; part < p.num_partials; ++part, from += p.num_rows * p.hidden_size) {
+  const float* first = p.partials + row * p.hidden_size + start;
+  add_parts<kBatch>(sums, p.num_partials, [&](float (&values)[kSize], int64_t part) {
+    const float* from = first + part * p.num_rows * p.hidden_size;
 #pragma unroll
-    for (int i = 0; i < kSize; i += 4) {
-      float4 four = {};
+    for (int i = 0; i < kSize; i += kAligned ? 4 : 1) {
       if constexpr (kAligned) {
-        four = *reinterpret_cast<const float4*>(from + i);
+        load_four(values + i, from + i);
       } else {
-        if (start + i < size) four.x = from[i];
-        if (start + i + 1 < size) four.y = from[i + 1];
-        if (start + i + 2 < size) four.z = from[i + 2];
-        if (start + i + 3 < size) four.w = from[i + 3];
+        values[i] = start + i < size ? from[i] : 0.0f;
       }
-      const float values[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sums[i + j] = part == 0 ? values[j] : sums[i + j] + values[j];
     }
-  }
+  });
 }
 
 template <typename T, int kChunksPerThread, bool kAligned>
-__global__ void __launch_bounds__(kMaxThreads) rms_norm_kernel(RmsNormParams p) {
+__global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(RmsNormParams p) {
   pdl_launch_dependents();
   const int size = static_cast<int>(p.hidden_size);
   const auto start_of = [](int chunk) {
@@ -94,6 +88,7 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_kernel(RmsNormParams p) 
   // Nobody writes weights during a step: they may come before the wait. Only where there are
   // registers to hold them: else late, from L2.
   constexpr bool kEarlyWeight = kChunksPerThread == 1;
+  constexpr int kBatch = kChunksPerThread == 1 && kAligned ? 4 : 1;
   const T* weight = static_cast<const T*>(p.weight);
   Vec<T, kChunk<T>> weights = {};
   if constexpr (kEarlyWeight) weights = load_chunk<T, kAligned>(weight, start_of(0), size);
@@ -116,7 +111,7 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_kernel(RmsNormParams p) 
       float added[kChunk<T>];
 #pragma unroll
       for (int i = 0; i < kChunk<T>; ++i) added[i] = to_float(values[c].data[i]);
-      if (p.partials != nullptr) load_sums<kChunk<T>, kAligned>(added, p, row, start_of(c));
+      if (p.partials != nullptr) load_sums<kBatch, kChunk<T>, kAligned>(added, p, row, start_of(c));
 #pragma unroll
       for (int i = 0; i < kChunk<T>; ++i) {
         values[c].data[i] = from_float<T>(to_float(kept.data[i]) + added[i]);

@@ -6,6 +6,7 @@
 // A group of lanes takes one head of one token, each lane the same chunk of both halves. Which lane
 // adds what depends on head_dim alone. Offsets into the cache are 64 bits wide: a layer's cache may
 // pass 2^31 elements. A position beyond the table, or one without a block, writes no key or value.
+#include "partial_sums.cuh"
 #include "rope.cuh"
 #include "split_norm.cuh"
 
@@ -36,27 +37,24 @@ __device__ void store(T* to, const Vec<T, kChunk>& chunk, bool aligned) {
 
 // A chunk of a token's qkv from its own row, or from a product's partial sums, added in order and
 // rounded as the product itself would.
-template <typename T, int kChunk>
+template <typename T, int kChunk, bool kInParts>
 __device__ Vec<T, kChunk> load_qkv(const RopeKvParams& p, int64_t token, int64_t column,
                                    bool aligned) {
-  if (p.partials == nullptr) {
+  if constexpr (!kInParts) {
     return load<T, kChunk>(static_cast<const T*>(p.qkv) + token * p.qkv_stride + column, aligned);
   }
   constexpr int kPart = kChunk < 4 ? kChunk : 4;  // 16 bytes at a time
   const int64_t width = (p.num_q_heads + 2 * p.kv.num_kv_heads) * p.kv.head_dim;
   const float* from = p.partials + token * width + column;
   float sums[kChunk];
-#pragma unroll 4
-  for (int64_t part = 0; part < p.num_partials; ++part, from += p.num_tokens * width) {
+  add_parts(sums, p.num_partials, [&](float (&values)[kChunk], int64_t part) {
 #pragma unroll
     for (int i = 0; i < kChunk; i += kPart) {
-      const auto values = load<float, kPart>(from + i, aligned);
+      const auto few = load<float, kPart>(from + part * p.num_tokens * width + i, aligned);
 #pragma unroll
-      for (int j = 0; j < kPart; ++j) {
-        sums[i + j] = part == 0 ? values.data[j] : sums[i + j] + values.data[j];
-      }
+      for (int j = 0; j < kPart; ++j) values[i + j] = few.data[j];
     }
-  }
+  });
   Vec<T, kChunk> chunk;
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) chunk.data[i] = from_float<T>(sums[i]);
@@ -112,8 +110,9 @@ __device__ T* destination(const RopeKvParams& p, int64_t token, int64_t head) {
   return offset < 0 ? nullptr : static_cast<T*>(p.kv.cache) + offset;
 }
 
-// lanes is a power of two, at most a warp: the lanes of one head.
-template <typename T, int kChunk>
+// lanes is a power of two, at most a warp: the lanes of one head. Parts are for few tokens and take
+// registers; without them more rows are on their way at a time.
+template <typename T, int kChunk, bool kInParts>
 __global__ void __launch_bounds__(kThreads)
     rope_kv_kernel(RopeKvParams p, int lanes, bool aligned) {
   pdl_launch_dependents();
@@ -129,7 +128,7 @@ __global__ void __launch_bounds__(kThreads)
 
   const int half = static_cast<int>(p.kv.head_dim) / 2;
   const auto load_x = [&](int i) {
-    return load_qkv<T, kChunk>(p, token, head * p.kv.head_dim + i, aligned);
+    return load_qkv<T, kChunk, kInParts>(p, token, head * p.kv.head_dim + i, aligned);
   };
   if (!p.settled) pdl_wait();
   T* const to = live ? destination<T>(p, token, head) : nullptr;
@@ -191,7 +190,8 @@ void launch_rope_kv(const RopeKvParams& p, bool aligned, Stream stream) {
   while (lanes < chunks && lanes < kWarpSize) lanes *= 2;
   const int64_t num_heads = p.num_q_heads + 2 * p.kv.num_kv_heads;
   const int64_t blocks = (p.num_tokens * num_heads * lanes + kThreads - 1) / kThreads;
-  const auto kernel = rope_kv_kernel<T, kChunk>;
+  const auto kernel =
+      p.partials == nullptr ? rope_kv_kernel<T, kChunk, false> : rope_kv_kernel<T, kChunk, true>;
   MINIVLLM_LAUNCH(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, p, lanes,
                   aligned);
 }
@@ -199,7 +199,7 @@ void launch_rope_kv(const RopeKvParams& p, bool aligned, Stream stream) {
 // The same of a product's partial sums whose rows' RMSNorm is half done, for heads of 64: four
 // lanes each.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) rope_sums_kernel(RopeKvParams p) {
+__global__ void __launch_bounds__(kThreads, 3) rope_sums_kernel(RopeKvParams p) {
   constexpr int kHeadDim = static_cast<int>(kNormColumns), kHalf = kHeadDim / 2;
   constexpr int kChunk = kHalf / split_norm::kQuad;
   using Floats = Vec<float, 4>;
@@ -225,35 +225,28 @@ __global__ void __launch_bounds__(kThreads) rope_sums_kernel(RopeKvParams p) {
   pdl_wait();
 
   const float* from = p.partials + token * num_heads * kHeadDim + head * kHeadDim + start;
-  float low[kChunk], high[kChunk];
+  const int64_t size = p.num_tokens * num_heads * kHeadDim;  // of a part
+  float pairs[2 * kChunk];
   const int count = static_cast<int>(p.num_square_sums);
   const split_norm::RowSums square_sums(p.square_sums + token * count, count, lane);
-#pragma unroll 4
-  for (int64_t part = 0; part < p.num_partials; ++part) {
+  add_parts(pairs, p.num_partials, [&](float (&values)[2 * kChunk], int64_t part) {
 #pragma unroll
     for (int i = 0; i < kChunk; i += 4) {
-      const auto a = *reinterpret_cast<const Floats*>(from + i);
-      const auto b = *reinterpret_cast<const Floats*>(from + kHalf + i);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        low[i + j] = part == 0 ? a.data[j] : __fadd_rn(low[i + j], a.data[j]);
-        high[i + j] = part == 0 ? b.data[j] : __fadd_rn(high[i + j], b.data[j]);
-      }
+      load_four(values + i, from + part * size + i);
+      load_four(values + kChunk + i, from + part * size + kHalf + i);
     }
-    from += p.num_tokens * num_heads * kHeadDim;
-  }
+  });
   const float scale = square_sums.scale(count, p.eps, lane);
   if (to == nullptr) return;
   const bool is_value = head >= p.num_q_heads + p.kv.num_kv_heads;
   Vec<T, kChunk> first, second;
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) {
-    low[i] = to_float(from_float<T>(__fmul_rn(low[i], scale)));
-    high[i] = to_float(from_float<T>(__fmul_rn(high[i], scale)));
-    if (!is_value)
-      rotate_pair(low[i], high[i], cosines[i / 4].data[i % 4], sines[i / 4].data[i % 4]);
-    first.data[i] = from_float<T>(low[i]);
-    second.data[i] = from_float<T>(high[i]);
+    float low = to_float(from_float<T>(__fmul_rn(pairs[i], scale)));
+    float high = to_float(from_float<T>(__fmul_rn(pairs[kChunk + i], scale)));
+    if (!is_value) rotate_pair(low, high, cosines[i / 4].data[i % 4], sines[i / 4].data[i % 4]);
+    first.data[i] = from_float<T>(low);
+    second.data[i] = from_float<T>(high);
   }
   store<T, kChunk>(to + start, first, true);
   store<T, kChunk>(to + kHalf + start, second, true);

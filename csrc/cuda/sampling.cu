@@ -10,7 +10,8 @@
 //   3. radix digits inside the bin find the very token where the cut falls (select.cuh);
 //   4. what is left is scored.
 // The launch depends on the number of rows and the vocabulary alone; a row's path is read from its
-// state. Assumes: a counter of zero for each row in the workspace, which the last block resets.
+// state. A row with kLeaderSuffices has one block at work, which takes the first of its leaders.
+// Assumes: a counter of zero for each row in the workspace, which the last block resets.
 #include <algorithm>
 
 #include "common.cuh"
@@ -184,6 +185,20 @@ __device__ bool merge_slices(Partial& result, Partial* partials, unsigned* count
   return true;
 }
 
+// The token of a row whose leaders suffice, or -1. All threads get it.
+__device__ int32_t first_of_leaders(const uint64_t* leaders, int64_t count, Shared& shared) {
+  uint64_t first = sampling::kEverything;
+  for (int64_t i = threadIdx.x; i < count; i += kThreads) first = min(first, __ldcg(leaders + i));
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2)
+    first = min(first, __shfl_xor_sync(kFullMask, first, offset));
+  if (threadIdx.x % kWarpSize == 0) shared.warp_leaders[threadIdx.x / kWarpSize] = first;
+  __syncthreads();
+  for (const uint64_t other : shared.warp_leaders) first = min(first, other);
+  // 0 tells of a NaN; nothing is below minus infinity.
+  return first == 0 || first >= order_of(-INFINITY, 0) ? -1 : static_cast<int32_t>(first);
+}
+
 struct Grid {
   int num_slices;
   int quads_per_slice;
@@ -199,6 +214,14 @@ __global__ void __launch_bounds__(kThreads, 2) sample_kernel(SampleParams p, Gri
   const int slice = blockIdx.x % grid.num_slices;
   const int32_t slot = p.slots[row_index];
   if (slot < 0) return;
+  int32_t* const state = p.state + slot * p.state_stride;
+  if (p.leaders != nullptr && (state[kFlags] & kLeaderSuffices)) {
+    if (slice > 0) return;
+    const int64_t count = sampling::num_leaders(p.vocab_size);
+    const int32_t token = first_of_leaders(p.leaders + row_index * count, count, shared);
+    if (threadIdx.x == 0) p.tokens[row_index] = state[kLastToken] = token;
+    return;
+  }
   row.open(p, row_index, slot);
 
   const int32_t num_quads = (row.vocab_size + kQuad - 1) / kQuad;
@@ -218,8 +241,7 @@ __global__ void __launch_bounds__(kThreads, 2) sample_kernel(SampleParams p, Gri
     token = draw_from_kept(row, peak, shared);
   }
   if (threadIdx.x == 0) {
-    p.tokens[row_index] = token;
-    p.state[slot * p.state_stride + kLastToken] = token;
+    p.tokens[row_index] = state[kLastToken] = token;
     if (row.adjustments.counts != nullptr && token >= 0) {
       ++p.counts[slot * p.vocab_size + token];
     }
@@ -261,6 +283,7 @@ void sample(const SampleParams& p, Stream stream) {
     part.slots += start;
     part.positions += start;
     part.tokens += start;
+    if (p.leaders != nullptr) part.leaders += start * sampling::num_leaders(p.vocab_size);
     part.num_rows = std::min<int64_t>(p.num_rows - start, kMaxRows);
     const Grid grid = grid_for(part.num_rows, p.vocab_size);
     const auto blocks = static_cast<unsigned>(part.num_rows * grid.num_slices);

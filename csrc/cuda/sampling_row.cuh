@@ -29,6 +29,7 @@ struct Shared {
   int32_t listed_ids[kMaxListed];
   int num_listed;
   Partial warp_partials[kThreads / kWarpSize];
+  uint64_t warp_leaders[kThreads / kWarpSize];
   bool is_last;
 };
 

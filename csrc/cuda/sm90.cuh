@@ -114,7 +114,16 @@ __device__ __forceinline__ uint32_t map_to_rank(uint32_t address, uint32_t rank)
 __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t mapped_barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped_barrier) : "memory");
 }
-// Stores four floats to another CTA's shared memory; its barrier counts their bytes.
+// Stores two or four floats to another CTA's shared memory; its barrier counts their bytes. For
+// clusters of two CTAs or more: in a single one it is an illegal instruction.
+__device__ __forceinline__ void store_remote(uint32_t mapped, float2 values,
+                                             uint32_t mapped_barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+          mapped),
+      "f"(values.x), "f"(values.y), "r"(mapped_barrier)
+      : "memory");
+}
 __device__ __forceinline__ void store_remote(uint32_t mapped, const float* values,
                                              uint32_t mapped_barrier) {
   asm volatile(
@@ -170,11 +179,12 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t destination, const C
       : "memory");
 }
 
-// Copies a box from shared memory to (c0, c1), as far as that lies inside the matrix.
-__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t source, int c0, int c1) {
+// Copies a box from shared memory to (c0, c1, c2), as far as that lies inside the matrices.
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t source, int c0, int c1,
+                                          int c2) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
-      "r"(source), "r"(c0), "r"(c1)
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+      "r"(source), "r"(c0), "r"(c1), "r"(c2)
       : "memory");
 }
 __device__ __forceinline__ void bulk_commit() {
@@ -239,16 +249,18 @@ inline CUtensorMap k_block_map(const void* matrix, DType dtype, int64_t rows, in
   return encode_tensor_map(matrix, dtype, 3, sizes, strides, box);
 }
 
-// A row-major matrix [rows, columns], copied in boxes of box_rows rows of 128 bytes, swizzled.
-// row_stride counts elements; rows start at multiples of 16 bytes.
-inline CUtensorMap matrix_map(const void* matrix, DType dtype, int64_t rows, int64_t columns,
-                              int64_t row_stride, int box_rows) {
+// Row-major matrices [count, rows, columns], one behind the other, copied in boxes of box_rows rows
+// of 128 bytes, swizzled. row_stride counts elements; rows start at multiples of 16 bytes.
+inline CUtensorMap matrices_map(const void* matrices, DType dtype, int64_t count, int64_t rows,
+                                int64_t columns, int64_t row_stride, int box_rows) {
   const int element = dtype == DType::kFloat32 ? 4 : 2;
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(row_stride * element)};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(kSwizzleRow / element),
-                             static_cast<cuuint32_t>(box_rows)};
-  return encode_tensor_map(matrix, dtype, 2, sizes, strides, box);
+  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
+                               static_cast<cuuint64_t>(count)};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_stride * element),
+                                 static_cast<cuuint64_t>(rows * row_stride * element)};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(kSwizzleRow / element),
+                             static_cast<cuuint32_t>(box_rows), 1};
+  return encode_tensor_map(matrices, dtype, 3, sizes, strides, box);
 }
 
 }  // namespace minivllm::cuda::sm90

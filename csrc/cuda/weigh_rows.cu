@@ -10,12 +10,13 @@
 //
 // bfloat16 and float16 alone: the products that take rows like these have no other dtypes.
 #include "common.cuh"
+#include "partial_sums.cuh"
 #include "split_norm.cuh"
 
 namespace minivllm::cuda {
 namespace {
 
-constexpr int kMaxThreads = 1024;
+constexpr int kMaxThreads = 512;
 constexpr int kChunk = 8;  // columns of a thread
 constexpr int kChunkBytes = 16;
 constexpr int kPairs = kChunk / 2;
@@ -25,18 +26,11 @@ static_assert(kPairs == split_norm::kQuad && kNormLanes == 8);
 // What a product's own epilogue would add to columns start .. start + kChunk of a row.
 __device__ void load_sums(float (&sums)[kChunk], const WeighRowsParams& p, int64_t row, int start) {
   const float* from = p.partials + row * p.hidden_size + start;
-#pragma unroll 4
-  for (int64_t part = 0; part < p.num_partials; ++part, from += p.num_rows * p.hidden_size) {
+  const int64_t size = p.num_rows * p.hidden_size;
+  add_parts(sums, p.num_partials, [&](float (&values)[kChunk], int64_t part) {
 #pragma unroll
-    for (int i = 0; i < kChunk; i += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(from + i);
-      const float values[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        sums[i + j] = part == 0 ? values[j] : __fadd_rn(sums[i + j], values[j]);
-      }
-    }
-  }
+    for (int i = 0; i < kChunk; i += 4) load_four(values + i, from + part * size + i);
+  });
 }
 
 // The square sum of the 64 columns that 8 neighbouring lanes hold, in each of them.
@@ -59,7 +53,7 @@ __device__ float square_sum(const Vec<T, kChunk>& chunk) {
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kMaxThreads) weigh_rows_kernel(WeighRowsParams p) {
+__global__ void __launch_bounds__(kMaxThreads, 1) weigh_rows_kernel(WeighRowsParams p) {
   using Chunk = Vec<T, kChunk>;
   pdl_launch_dependents();
   const int size = static_cast<int>(p.hidden_size);
@@ -121,7 +115,7 @@ void check_alignment(const char* name, const void* pointer) {
 }  // namespace
 
 void weigh_rows(const WeighRowsParams& p, Stream stream) {
-  constexpr int64_t kLargest = 2 * kMaxThreads * kChunk;  // that was tested
+  constexpr int64_t kLargest = 4 * kMaxThreads * kChunk;  // that was tested
   if (p.hidden_size % kNormColumns != 0 || p.hidden_size > kLargest) {
     throw std::invalid_argument(
         "weigh_rows: hidden_size must be a multiple of " + std::to_string(kNormColumns) +

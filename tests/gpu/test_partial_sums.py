@@ -95,6 +95,34 @@ def test_rope_adds_them(tokens: int, normed: bool) -> None:
     assert torch.equal(results[0][1], results[1][1])
 
 
+@pytest.mark.parametrize("parts", [3, 4, 5, 9])
+def test_any_number_of_parts_comes_to_their_sum_in_order(parts: int) -> None:
+    """Four at a time are read before they are added: none, one, two rounds of them, and what is left."""
+    torch.manual_seed(parts)
+    tokens = 37
+    table = torch.randperm(8, device=CUDA, dtype=torch.int32).view(1, 8)
+    positions = torch.arange(tokens, device=CUDA, dtype=torch.int32)
+    slots = torch.zeros(tokens, device=CUDA, dtype=torch.int32)
+    angles, norm = torch.randn(512, 64, device=CUDA), random(2048)
+    square_sums = torch.rand(tokens, 32, device=CUDA)
+    before = random(tokens, 2048)
+
+    def everything(qkv: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for more in ({}, {"eps": 1e-5, "square_sums": square_sums}):
+            cache = torch.zeros(8, 2, 8, 64, 64, device=CUDA, dtype=torch.bfloat16)
+            found += [ops.rope_kv(qkv, angles, positions, slots, table, cache, 32, **more), cache]
+        residuals = before.clone(), before.clone()
+        found.append(ops.rms_norm(residuals[0], norm, 1e-5, partials=x))
+        return [*found, *ops.weigh_rows(residuals[1], norm, x), *residuals]
+
+    qkv, x = torch.randn(parts, tokens, 3072, device=CUDA), torch.randn(parts, tokens, 2048, device=CUDA)
+    whole = [in_order(sums, torch.float32)[None] for sums in (qkv, x)]
+    for found, expected in zip(everything(qkv, x), everything(*whole), strict=True):
+        assert torch.equal(found, expected)
+    assert not torch.equal(in_order(qkv.flip(0), torch.float32), whole[0][0])  # their order counts
+
+
 def test_a_bias_is_added_by_the_product() -> None:
     linear = ops.Linear(random(2048, 2048, scale=0.02), random(2048))
     assert linear.num_chunks == 1

@@ -1,0 +1,118 @@
+"""Run kernels' tests under compute-sanitizer and write down what it found: tests/gpu_sanitizers.json.
+
+``python tests/gpu_sanitize.py``, on a machine with a card, after ``make gpu-report``, which builds the extension. Each
+tool goes over each part, some at a time; only this project's kernels are looked at. A part that takes too long is not
+finished, and so not clean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+from gpu_report import ROOT, RUNNING, code_hash
+
+RESULTS = ROOT / "tests" / "gpu_sanitizers.json"
+TOOLS = ("memcheck", "racecheck", "synccheck")
+PYTEST = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "default", "-m", "gpu"]
+# What a part runs. Every kernel is in one of them, few sizes of each: a tool makes kernels a hundred times slower.
+PARTS = {
+    "attention": ["tests/gpu/attention_check.py", "--quick", "--library", "{attention}"],
+    "attention before its queries": [*PYTEST, "tests/gpu/test_settled.py"],
+    "products": ["tests/gpu/gemm_check.py", "--quick"],
+    "products for every card": [*PYTEST, "tests/test_ops.py", "-k", "test_linear"],
+    "products with parts of a layer": [*PYTEST, "tests/gpu/test_fused.py", "-k", "bias or outside or without_a_slot"],
+    "norms and rope": [*PYTEST, "tests/test_ops.py", "-k", "norm or rope or embedding or silu"],
+    "sums of chunks": [*PYTEST, "tests/gpu/test_partial_sums.py", "-k", "adds or added"],
+    "leaders and copies": [
+        *PYTEST,
+        "tests/gpu/test_leaders.py",
+        "tests/gpu/test_copy_words.py",
+        "-k",
+        "520 or equal or themselves-0-49152 or words or refusals",
+    ],
+    "draws": [*PYTEST, "tests/test_sampling.py", "-k", "draw_is_the_argmax or ties or padding or counts"],
+    "log probabilities and state": [*PYTEST, "tests/test_logprobs.py"],
+}
+SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed)")
+
+
+def build_library(folder: str) -> str:
+    """Compile what the parts load beside the extension; return the attention kernels' library."""
+    sys.path.insert(0, str(ROOT / "tests" / "gpu"))
+    import attention_kernels
+    import gemm_check
+
+    with ThreadPoolExecutor() as pool:
+        gemm, attention = pool.submit(gemm_check.build), pool.submit(attention_kernels.build, Path(folder))
+        gemm.result()
+        return str(attention.result())
+
+
+def run(tool: str, part: str, library: str, seconds: int) -> str:
+    """Run one part under one tool; return "clean" or what came out instead."""
+    command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=minivllm", "--error-exitcode", "9"]
+    command += [sys.executable, *(argument.format(attention=library) for argument in PARTS[part])]
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, RUNNING: "1", "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return f"not finished in {seconds} s"
+    found = SUMMARY.findall(done.stdout)
+    if done.returncode == 0 and found and all(int(a or b) == 0 for a, b in found):
+        return "clean"
+    # The same thing is told once for each thread, with the host's whole stack.
+    told = {line for line in done.stdout.splitlines() if line.startswith("=====") and "Host Frame" not in line}
+    shown = "\n".join(sorted(told)[:60])
+    print(f"---- {tool}: {part}: status {done.returncode}\n{shown}\n{done.stdout[-2000:]}", flush=True)
+    return f"status {done.returncode}, {' '.join(a or b for a, b in found) or 'no summary of'} errors"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--jobs", type=int, default=min(15, os.cpu_count() or 1), help="parts that run at the same time"
+    )
+    parser.add_argument("--seconds", type=int, default=600, help="a part may take (default: 600)")
+    args = parser.parse_args()
+    before = code_hash()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        library = build_library(folder)
+        # The slowest first: racecheck.
+        jobs = {
+            (tool, part): pool.submit(run, tool, part, library, args.seconds)
+            for tool in sorted(TOOLS, key=lambda tool: tool != "racecheck")
+            for part in PARTS
+        }
+        results = {tool: {part: jobs[tool, part].result() for part in PARTS} for tool in TOOLS}
+    report = {
+        "card": torch.cuda.get_device_name(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "hash": before,
+        "results": results,
+    }
+    RESULTS.write_text(json.dumps(report, indent=2) + "\n")
+    unclean = [f"{tool}: {part}: {what}" for tool in TOOLS for part, what in results[tool].items() if what != "clean"]
+    print("\n".join(unclean) or "clean", flush=True)
+    return bool(unclean)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
