@@ -103,6 +103,12 @@ T* data_or_null(const OptionalTensor& t) {
   return t.has_value() ? static_cast<T*>(t->data_ptr()) : nullptr;
 }
 
+// The slots' rows of state: see SlotWord.
+inline void check_state(const Tensor& state, const Tensor& like) {
+  CHECK_ROWS(state, at::kInt, like);
+  if (state.size(1) < kSlotWords) fail("a row of state must hold ", kSlotWords, " words");
+}
+
 // See LeadersTo.
 inline void check_leaders(const Tensor& leaders, int64_t rows, int64_t columns,
                           const Tensor& like) {

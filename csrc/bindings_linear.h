@@ -107,8 +107,7 @@ inline void linear_leaders(const Tensor& logits, const Tensor& leaders, const Te
   check_leaders(leaders, num_tokens, n, x);
   CHECK_DENSE(slots, at::kInt, x);
   CHECK_SHAPE(slots, num_tokens);
-  CHECK_ROWS(state, at::kInt, x);
-  if (state.size(1) < kSlotWords) fail("a row of state must hold ", kSlotWords, " words");
+  check_state(state, x);
   p.out_dtype = DType::kFloat32;
   p.out_stride = row_stride(logits);
   p.leaders = {static_cast<uint64_t*>(leaders.data_ptr()), ints(slots), ints(state),

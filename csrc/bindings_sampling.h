@@ -42,8 +42,7 @@ inline void sample(const Tensor& tokens, const Tensor& logits, const Tensor& slo
   CHECK_SHAPE(positions, num_rows);
   CHECK_DENSE(tokens, at::kInt, logits);
   CHECK_SHAPE(tokens, num_rows);
-  CHECK_ROWS(state, at::kInt, logits);
-  if (state.size(1) < kSlotWords) fail("a row of state must hold ", kSlotWords, " words");
+  check_state(state, logits);
   const int64_t num_slots = state.size(0);
   if (counts.has_value()) {
     check_dense(*counts, "counts", at::kInt, logits);

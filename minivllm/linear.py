@@ -169,11 +169,11 @@ class Linear:
         ValueError
             A shape, dtype or device does not fit, or the kernel for Hopper does not take the product.
         """
+        if self.gate_up:
+            raise ValueError("gate_up has no leaders")
         if out is None:
             out = torch.empty((x.shape[0], self.out_size), dtype=torch.float32, device=x.device)
         noted, slots, state = leaders
-        if self.gate_up:
-            raise ValueError("gate_up has no leaders")
         _C.linear_leaders(out, noted, x, self.weight, self.bias, self.num_chunks, slots, state)
         return out
 

@@ -105,7 +105,7 @@ class Runner:
             workspace=ops.attention_workspace(num_slots, max_seq_len, config.num_q_heads, config.head_dim, self.device),
         )
         self._sample_workspace = ops.sample_workspace(num_slots, config.vocab_size, self.device)
-        finds_leaders = self.on_gpu and model.lm_head.finds_leaders
+        finds_leaders = model.lm_head.finds_leaders
         self._leaders = ops.empty_leaders(num_slots, config.vocab_size, self.device) if finds_leaders else None
         self._counts: Tensor | None = None
         self._bias: tuple[Tensor, Tensor, Tensor] | None = None
@@ -218,10 +218,13 @@ class Runner:
         )
 
     def _logits(self, hidden: Tensor, inputs: Inputs, out: Tensor | None = None) -> Tensor:
-        if self._leaders is not None:
-            leaders = ops.Leaders(self._leaders[: hidden.shape[0]], inputs.sample_slots, self.state)
-            return self.model.logits(hidden, out, leaders)
-        return self.model.logits(hidden) if out is None else self.model.logits(hidden, out)
+        noted = self._noted(hidden)
+        leaders = None if noted is None else ops.Leaders(noted, inputs.sample_slots, self.state)
+        return self.model.logits(hidden, out, leaders)
+
+    def _noted(self, rows: Tensor) -> Tensor | None:
+        """Return where the leaders of so many rows are noted, if the model's head finds them."""
+        return None if self._leaders is None else self._leaders[: rows.shape[0]]
 
     def _sample(self, logits: Tensor, inputs: Inputs) -> Tensor:
         return ops.sample(
@@ -232,7 +235,7 @@ class Runner:
             counts=self._counts,
             bias=self._bias,
             workspace=self._sample_workspace,
-            leaders=None if self._leaders is None else self._leaders[: logits.shape[0]],
+            leaders=self._noted(logits),
         )
 
     def _row_logprobs(self, logits: Tensor, tokens: Tensor, top_n: int) -> RowLogprobs:

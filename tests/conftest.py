@@ -99,6 +99,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture
+def on_hopper() -> None:
+    """Skip what is about kernels that Hopper alone has, on another card."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("these kernels are for Hopper")
+
+
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """Return the directory of SmolLM2-135M-Instruct in the Hugging Face layout."""

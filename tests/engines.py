@@ -78,6 +78,7 @@ class FakeModel:
             eos_token_ids=(FAKE_END,),
             architecture="Fake",
         )
+        self.lm_head = SimpleNamespace(finds_leaders=False)
         self.before: Callable[[], None] | None = None  # called at the head of a forward
         self.forwards = 0
 
@@ -111,7 +112,7 @@ class FakeModel:
         hidden = torch.from_numpy(marks).float()[:, None]
         return hidden if keep_all or inputs.sample_rows is None else hidden[inputs.sample_rows.long()]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, out: None = None, leaders: None = None) -> torch.Tensor:
         return _tables()[1][hidden[:, 0].long()]
 
 

@@ -51,6 +51,16 @@ def code_hash() -> str:
     return digest.hexdigest()
 
 
+def stamp(code: str) -> dict[str, str]:
+    """Return what a report says of the card, the day and the code, a `code_hash` from before its tests ran."""
+    return {
+        "card": torch.cuda.get_device_name(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "hash": code,
+    }
+
+
 def describe() -> str:
     """Say in a line what the last report holds and whether it is about this code."""
     if not REPORT.exists():
@@ -113,13 +123,7 @@ def make_report(jobs: int) -> int:
     if not total["passed"]:
         print("No GPU test passed, so no report was written.", file=sys.stderr)
         return status or 1
-    report = {
-        "card": torch.cuda.get_device_name(),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "torch": torch.__version__,
-        "counts": total,
-        "hash": before,
-    }
+    report = {**stamp(before), "counts": total}
     REPORT.write_text(json.dumps(report, indent=2) + "\n")
     print(describe())
     return status

@@ -11,15 +11,14 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
 from pathlib import Path
 
-import torch
-from gpu_report import ROOT, RUNNING, code_hash
+from gpu_report import ROOT, RUNNING, code_hash, stamp
 
 RESULTS = ROOT / "tests" / "gpu_sanitizers.json"
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -63,26 +62,30 @@ def run(tool: str, part: str, library: str, seconds: int) -> str:
     command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=minivllm", "--error-exitcode", "9"]
     command += [sys.executable, *(argument.format(attention=library) for argument in PARTS[part])]
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, RUNNING: "1", "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, RUNNING: "1", "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=seconds,
-        )
+        output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
+        # The tool's child has the card and the pipe, and would go on.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
         return f"not finished in {seconds} s"
-    found = SUMMARY.findall(done.stdout)
-    if done.returncode == 0 and found and all(int(a or b) == 0 for a, b in found):
+    found = SUMMARY.findall(output)
+    if process.returncode == 0 and found and all(int(a or b) == 0 for a, b in found):
         return "clean"
     # The same thing is told once for each thread, with the host's whole stack.
-    told = {line for line in done.stdout.splitlines() if line.startswith("=====") and "Host Frame" not in line}
+    told = {line for line in output.splitlines() if line.startswith("=====") and "Host Frame" not in line}
     shown = "\n".join(sorted(told)[:60])
-    print(f"---- {tool}: {part}: status {done.returncode}\n{shown}\n{done.stdout[-2000:]}", flush=True)
-    return f"status {done.returncode}, {' '.join(a or b for a, b in found) or 'no summary of'} errors"
+    print(f"---- {tool}: {part}: status {process.returncode}\n{shown}\n{output[-2000:]}", flush=True)
+    return f"status {process.returncode}, {' '.join(a or b for a, b in found) or 'no summary of'} errors"
 
 
 def main() -> int:
@@ -102,13 +105,7 @@ def main() -> int:
             for part in PARTS
         }
         results = {tool: {part: jobs[tool, part].result() for part in PARTS} for tool in TOOLS}
-    report = {
-        "card": torch.cuda.get_device_name(),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "hash": before,
-        "results": results,
-    }
-    RESULTS.write_text(json.dumps(report, indent=2) + "\n")
+    RESULTS.write_text(json.dumps({**stamp(before), "results": results}, indent=2) + "\n")
     unclean = [f"{tool}: {part}: {what}" for tool in TOOLS for part, what in results[tool].items() if what != "clean"]
     print("\n".join(unclean) or "clean", flush=True)
     return bool(unclean)

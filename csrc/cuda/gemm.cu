@@ -137,6 +137,7 @@ GemmConfig config_for_many_tokens(const LinearParams& p, int num_sms) {
   double best_clocks = 0;
   const bool adds = p.num_chunks > 1 && p.partials == nullptr;
   const auto consider = [&](int warpgroups, int columns, Sharing sharing) {
+    if (p.leaders.leaders != nullptr && columns % kLeaderColumns != 0) return;
     GemmConfig config = {};
     config.warpgroups = warpgroups;
     config.columns = columns;
@@ -167,13 +168,11 @@ GemmConfig config_for_many_tokens(const LinearParams& p, int num_sms) {
   for (const int columns : {256, 192, 128, 96, 64, 32}) {
     // Staged tiles of SiLU leave in chunks of 64 outputs.
     if (columns == 192 && p.epilogue == Epilogue::kSiluMul) continue;
-    if (p.leaders.leaders != nullptr && columns % kLeaderColumns != 0) continue;
     if (columns >= 128) consider(2, columns, Sharing::kNone);
     if (p.num_tokens > 2 * kTileTokens) consider(2, columns, Sharing::kWeights);
     consider(2, columns, Sharing::kTokens);
   }
   for (const int columns : {128, 96, 64, 48, 32, 24, 16}) {
-    if (p.leaders.leaders != nullptr && columns % kLeaderColumns != 0) continue;
     // Pairs of narrow tiles are compiled for their usual stages only.
     const bool paired = columns >= 96 || (columns >= 32 && stage_blocks(columns, p.k, false) > 1);
     consider(1, columns, Sharing::kNone);

@@ -14,13 +14,7 @@ from minivllm.config import ModelConfig
 from minivllm.model import Cache, Inputs, Model
 from minivllm.rope import RopeConfig
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def on_hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("these kernels are for Hopper")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
 
 
 def config_of(**other) -> ModelConfig:

@@ -13,13 +13,7 @@ from tensors import angles
 
 from minivllm import ops
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def on_hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("these kernels are for Hopper")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
 
 
 def rope_arguments() -> dict[str, Any]:

@@ -21,9 +21,7 @@ WORDS = ops.SLOT_WORDS
 
 
 @pytest.fixture(autouse=True)
-def seeded_on_hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("this product is for Hopper")
+def seeded(on_hopper: None) -> None:
     torch.manual_seed(0)
 
 
@@ -44,6 +42,11 @@ def logits_of(linear: ops.Linear, x: Tensor, slots: Tensor, state: Tensor) -> tu
     linear.logits(x, ops.Leaders(leaders[:rows], slots, state), out)
     assert (leaders[rows] == -7).all(), "leaders outside were written"
     return out, leaders[:rows]
+
+
+def drawn(logits: Tensor, leaders: Tensor, slots: Tensor, state: Tensor) -> Tensor:
+    workspace = ops.sample_workspace(*logits.shape, CUDA)
+    return ops.sample(logits, slots, slots, state, workspace=workspace, leaders=leaders)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
@@ -82,9 +85,7 @@ def test_logits_are_written_where_somebody_wants_them(rows: int, vocab: int) -> 
     written, leaders = logits_of(linear, x, slots, state_of(everybody))
     assert written.isnan().all()
     state = state_of(everybody)
-    tokens = ops.sample(
-        written, slots, slots, state, workspace=ops.sample_workspace(rows, vocab, CUDA), leaders=leaders
-    )
+    tokens = drawn(written, leaders, slots, state)
     assert torch.equal(tokens, ops.argmax(whole))
     assert torch.equal(state[slots.long(), ops.LAST_TOKEN], tokens)
 
@@ -94,9 +95,7 @@ def test_logits_are_written_where_somebody_wants_them(rows: int, vocab: int) -> 
     written, leaders = logits_of(linear, x, slots, state_of(some))
     wants = (slots >= 0) & ~some[slots.clamp(min=0).long()]
     assert same_bits(written[wants], whole[wants])
-    tokens = ops.sample(
-        written, slots, slots, state_of(some), workspace=ops.sample_workspace(rows, vocab, CUDA), leaders=leaders
-    )
+    tokens = drawn(written, leaders, slots, state_of(some))
     assert torch.equal(tokens[slots >= 0], ops.argmax(whole)[slots >= 0])
 
 
@@ -121,8 +120,7 @@ def tokens_by_leaders(weight: Tensor, x: Tensor) -> list[int]:
     slots = torch.arange(rows, device=CUDA, dtype=torch.int32)
     state = state_of(torch.ones(rows, dtype=torch.bool, device=CUDA))
     written, leaders = logits_of(linear, x, slots, state)
-    workspace = ops.sample_workspace(rows, len(weight), CUDA)
-    tokens = ops.sample(written, slots, slots, state, workspace=workspace, leaders=leaders)
+    tokens = drawn(written, leaders, slots, state)
     assert torch.equal(tokens, ops.argmax(linear(x, out_dtype=torch.float32)))
     return tokens.tolist()
 
