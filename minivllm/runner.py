@@ -131,10 +131,8 @@ class Runner:
 
     def _launch(self, batch: Batch) -> Ticket:
         self._turn = (self._turn + 1) % _RING
-        started, ended = self._events[self._turn] if self.on_gpu else (None, None)
+        started, ended = self._begin() if self.on_gpu else (None, None)
         start = time.perf_counter()
-        if started is not None:
-            started.record()
         for setup in batch.setups:
             self._set_up(setup.slot, setup.token_ids, setup.num_prompt_tokens, setup.uses_counts, setup.bias)
         graph = None
@@ -163,6 +161,19 @@ class Runner:
         if ended is not None:
             ended.record()
         return Ticket(batch, out, ended, started, time.perf_counter() - start, logprobs, prompt_logprobs, errors)
+
+    def _begin(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Return the events of a step's start and end.
+
+        While the step before is still running its end is this one's start: a record in between would keep the two
+        from overlapping.
+        """
+        before = self._events[self._turn - 1][1]
+        started, ended = self._events[self._turn]
+        if not before.query():  # type: ignore[no-untyped-call]
+            return before, ended
+        started.record()
+        return started, ended
 
     def _copy(self, to: Tensor, source: Tensor) -> None:
         if self.on_gpu:

@@ -25,10 +25,13 @@ TOOLS = ("memcheck", "racecheck", "synccheck")
 PYTEST = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "default", "-m", "gpu"]
 # What a part runs. Every kernel is in one of them, few sizes of each: a tool makes kernels a hundred times slower.
 PARTS = {
-    "attention": ["tests/gpu/attention_check.py", "--quick", "--library", "{attention}"],
-    "attention before its queries": [*PYTEST, "tests/gpu/test_settled.py"],
-    "products": ["tests/gpu/gemm_check.py", "--quick"],
-    "products for every card": [*PYTEST, "tests/test_ops.py", "-k", "test_linear"],
+    "attention": ["tests/gpu/attention_check.py", "--quick", "16", "--library", "{attention}"],
+    "attention in float32": ["tests/gpu/attention_check.py", "--quick", "32", "--library", "{attention}"],
+    "attention before its queries": [*PYTEST, "tests/gpu/test_settled.py", "-k", "1-64 or 3-13 or 20-16 or 70-64"],
+    "products of few tokens": ["tests/gpu/gemm_check.py", "--quick", "few"],
+    "products of many tokens": ["tests/gpu/gemm_check.py", "--quick", "many"],
+    "products for every card": [*PYTEST, "tests/test_ops.py", "-k", "test_linear and not float16"],
+    "products for every card of 16 bits": [*PYTEST, "tests/test_ops.py", "-k", "test_linear and float16"],
     "products with parts of a layer": [*PYTEST, "tests/gpu/test_fused.py", "-k", "bias or outside or without_a_slot"],
     "norms and rope": [*PYTEST, "tests/test_ops.py", "-k", "norm or rope or embedding or silu"],
     "sums of chunks": [*PYTEST, "tests/gpu/test_partial_sums.py", "-k", "adds or added"],

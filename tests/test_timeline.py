@@ -61,6 +61,16 @@ def test_times_follow_each_other():
     assert all(0 <= step.device_time <= step.host_time for step in steps)
 
 
+def test_the_device_is_not_busy_for_longer_than_the_call_took(engine):
+    begun = time.perf_counter()
+    engine.generate([[5, 6, 7], [8, 9]], greedy(60))
+    took = time.perf_counter() - begun
+    steps = list(engine.timeline)
+    assert len(steps) >= 60
+    assert all(step.device_time > 0 for step in steps)
+    assert sum(step.device_time for step in steps) <= took
+
+
 def test_the_data_is_plain():
     dicts = four_in_two().timeline.to_dicts()
     assert json.loads(json.dumps(dicts))[0]["rows"][0] == {

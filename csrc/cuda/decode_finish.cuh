@@ -46,7 +46,7 @@ struct RowSoFar {
       total.write(out, heads.count);
     } else {
       if (from_start) total.store(partial<kHeadDim>(w, counts, item, 0), heads.count);
-      named_barrier(from_start ? kGoesOn : kBeganBefore, kDecodeComputeThreads + kWarpSize);
+      named_arrive(from_start ? kGoesOn : kBeganBefore, kDecodeComputeThreads + kWarpSize);
     }
     from_start = true;
   }

@@ -36,6 +36,18 @@ __device__ __forceinline__ uint32_t first_block_address(uint32_t address) {
   return sm90::map_to_rank(address, 0);
 }
 
+// Values past the sequence's end may be anything, and 0 * NaN is NaN: rows `from` .. of a tile.
+template <int kPanels, int kPanelBytes>
+__device__ __forceinline__ void clear_rows(uint32_t values, int from) {
+  for (int i = from * 8 + threadIdx.x % kWarpSize; i < kTileTokens * 8; i += kWarpSize)
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel)
+      asm volatile(
+          "st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(values + i * 16 + panel * kPanelBytes),
+          "r"(0)
+          : "memory");
+}
+
 // The four computing warps: one split of a row, whose slot and length are given; the first block
 // writes the row.
 template <typename T, int kHeadDim>

@@ -60,12 +60,18 @@ struct DecodeSm90Work {
 
 #ifdef MINIVLLM_SM90A
 
-__device__ __forceinline__ void store_released(uint32_t address, int value) {
-  asm volatile("st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+// The count of tiles whose copies have been asked for. Both sides are atomic: a releasing store and
+// an acquiring load of shared memory are plain ones in machine code, which compute-sanitizer takes
+// for a race.
+__device__ __forceinline__ void count_asked(uint32_t counter) {
+  asm volatile("red.release.cta.shared::cta.add.u32 [%0], 1;" ::"r"(counter) : "memory");
 }
-__device__ __forceinline__ int load_acquired(uint32_t address) {
+__device__ __forceinline__ int load_asked(uint32_t counter) {
   int value;
-  asm volatile("ld.acquire.cta.shared::cta.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  asm volatile("atom.acquire.cta.shared::cta.or.b32 %0, [%1], 0;"
+               : "=r"(value)
+               : "r"(counter)
+               : "memory");
   return value;
 }
 
@@ -108,7 +114,7 @@ __device__ __forceinline__ void fetch_parts(const DecodeSm90Work& work, const Ro
   at.split = at.part.first_split;
   settle(at);
   int row = look_up(at);
-  int place = 0, asked = 0;
+  int place = 0;
   uint32_t phase = 1;  // places start empty
   bool has_waited = !work.w.p.settled;
   while (at.index < parts.count) {
@@ -132,7 +138,7 @@ __device__ __forceinline__ void fetch_parts(const DecodeSm90Work& work, const Ro
         const int bytes = __popc(mine) * box * sm90::kSwizzleRow * L::kPanels;
         sm90::mbarrier_expect(full, bytes);
         sm90::mbarrier_expect(full + 8, bytes);
-        store_released(barriers + L::kAsked, ++asked);
+        count_asked(barriers + L::kAsked);
       }
       __syncwarp();
       if (mine >> lane & 1) {
@@ -160,24 +166,13 @@ __device__ __forceinline__ void fetch_parts(const DecodeSm90Work& work, const Ro
 // would take the phase before its own for its own.
 __device__ __forceinline__ void wait_asked(uint32_t counter, int tile, int& asked) {
   constexpr unsigned kNanoseconds = 50;  // the copies take longer
+  const bool first_lane = threadIdx.x % kWarpSize == 0;
   while (asked <= tile) {
-    asked = load_acquired(counter);
+    if (first_lane) asked = load_asked(counter);
+    asked = __shfl_sync(kFullMask, asked, 0);
     if (asked <= tile) __nanosleep(kNanoseconds);
   }
   __syncwarp();
-}
-
-// Values past the sequence's end may be anything, and 0 * NaN is NaN: rows `from` .. of a tile.
-template <int kPanels, int kPanelBytes>
-__device__ __forceinline__ void clear_rows(uint32_t values, int from) {
-  for (int i = from * 8 + threadIdx.x % kWarpSize; i < kTileTokens * 8; i += kWarpSize)
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel)
-      asm volatile(
-          "st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(values + i * 16 + panel * kPanelBytes),
-          "r"(0)
-          : "memory");
-  sm90::async_proxy_fence();  // before the next copy here
 }
 
 // The parts that are this warp's: every fourth.
@@ -217,11 +212,7 @@ __device__ __forceinline__ void compute_parts(const DecodeWork& w, const RowPart
         uint32_t p[kTileBlocks];
         row.soften(s, last, w.c, p);
         sm90::mbarrier_wait(full + 8, phase);
-        if (last < kTileTokens - 1) {
-          clear_rows<L::kPanels, L::kPanelBytes>(values, last + 1);
-          __syncwarp();
-        }
-        row.add_values(p, values);
+        row.add_values(p, values, last);
         __syncwarp();
         if (lane == 0) sm90::mbarrier_arrive(full + 16);
         if (++place == kPlaces) {
@@ -291,7 +282,7 @@ template <int kHeadDim, int kPlaces>
 __device__ __forceinline__ void make_barriers(const DecodeSm90Work& work, uint32_t ring) {
   using L = DecodeSm90Layout<kHeadDim, kPlaces>;
   for (int i = 0; i < L::kAsked; i += 8) sm90::mbarrier_init(ring + L::kBarriers + i, 1);
-  store_released(ring + L::kBarriers + L::kAsked, 0);
+  asm volatile("st.shared::cta.b32 [%0], 0;" ::"r"(ring + L::kBarriers + L::kAsked) : "memory");
   sm90::mbarrier_init_fence();
   sm90::prefetch_tensor_map(&work.map);
 }

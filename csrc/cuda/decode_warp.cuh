@@ -149,17 +149,38 @@ struct WarpRow {
       for (int i = 0; i < 4; ++i) o[d][i] = __fmul_rn(o[d][i], i % 2 == 0 ? factors.x : factors.y);
   }
 
-  __device__ void add_values(const uint32_t (&p)[kTileBlocks], uint32_t values) {
+  template <bool kEnds>
+  __device__ void add_values(const uint32_t (&p)[kTileBlocks], uint32_t values, int last) {
     const int lane = threadIdx.x % kWarpSize;
     const uint32_t at = lane_address(values, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
     for (int k = 0; k < kTileSteps; ++k) {
+      // Which of this lane's two pairs of neighbouring keys exist.
+      uint32_t exist[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int key = kMmaDepth * k + 8 * i + 2 * (lane % 4);
+        exist[i] = (key <= last ? 0xffffu : 0u) | (key < last ? 0xffff0000u : 0u);
+      }
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {
         uint32_t a[4];
         load_matrices_transposed(a, panel_address(at, 2 * d, kMmaDepth * k));
+        if (kEnds) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[i] &= exist[i / 2];
+        }
         mma<T>(o[d], a, p[2 * k], p[2 * k + 1]);
       }
+    }
+  }
+
+  // Of a tile the values up to `last` exist; those behind may be anything, and 0 * NaN is NaN.
+  __device__ void add_values(const uint32_t (&p)[kTileBlocks], uint32_t values, int last) {
+    if (last < kTileTokens - 1) {
+      add_values<true>(p, values, last);
+    } else {
+      add_values<false>(p, values, last);
     }
   }
 

@@ -22,6 +22,11 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   __syncwarp();  // the barrier counts whole warps
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// Arrives without waiting: the others' named_barrier of as many threads does.
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  __syncwarp();
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 __device__ __forceinline__ void compute_barrier() {
   named_barrier(kCompute, kDecodeComputeThreads);
 }

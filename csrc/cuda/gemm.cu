@@ -219,14 +219,35 @@ void check_fused(const LinearParams& p) {
     throw std::invalid_argument("linear: kRopeKv is for q, k and v of heads of 64");
 }
 
-}  // namespace
-
-GemmConfig choose_gemm_config(const LinearParams& p, int num_sms) {
+GemmConfig choose_shape(const LinearParams& p, int num_sms) {
   if (splits(p)) return config_of_split(p);
   if (p.num_chunks > 1 && p.partials == nullptr) return config_for_many_tokens(p, num_sms);
   const LinearParams tile = one_chunk(p);
   return p.num_tokens <= kFewTokens ? config_for_few_tokens(tile, num_sms)
                                     : config_for_many_tokens(tile, num_sms);
+}
+
+// The one thing that is asked for, if it is one that instances are compiled for.
+Does only_thing(const LinearParams& p, const GemmConfig& config) {
+  const bool narrow =
+      config.warpgroups == 1 && config.sharing == Sharing::kNone && config.chunks != Chunks::kAdded;
+  if (p.bias != nullptr || (narrow && p.num_tokens > kTileTokens)) return Does::kAnything;
+  if (p.partials != nullptr) return Does::kLeaveSums;
+  if (p.weighted != nullptr) return Does::kWeigh;
+  if (p.leaders.leaders != nullptr) {
+    return p.square_sums == nullptr ? Does::kLogits : Does::kAnything;
+  }
+  if (p.square_sums == nullptr) return Does::kAnything;
+  if (p.epilogue == Epilogue::kRopeKv) return Does::kRopeKv;
+  return p.epilogue == Epilogue::kSiluMul ? Does::kSiluMul : Does::kAnything;
+}
+
+}  // namespace
+
+GemmConfig choose_gemm_config(const LinearParams& p, int num_sms) {
+  GemmConfig config = choose_shape(p, num_sms);
+  config.does = only_thing(p, config);
+  return config;
 }
 
 // Narrow weights have too few tiles to pull at the memory's whole width, and chains that are long

@@ -17,6 +17,18 @@ enum class Chunks : int {
   kSplit = 2,  // a cluster with a CTA for each
 };
 
+// What an instance is compiled for. One that does a single thing of a decoder layer, or of its end,
+// is a third of the code, and reading its code is a good part of what a kernel of a few
+// microseconds does. None of them has a bias.
+enum class Does : int {
+  kAnything = 0,
+  kRopeKv = 1,     // kRopeKv of rows whose norm is half done
+  kWeigh = 2,      // kResidual and the first half of a norm
+  kSiluMul = 3,    // kSiluMul of rows whose norm is half done
+  kLeaveSums = 4,  // the chunks' sums, for the next kernel to add
+  kLogits = 5,     // float32 with leaders
+};
+
 struct GemmConfig {
   int warpgroups;    // 1 or 2: 64 or 128 tokens a tile
   int columns;       // rows of the weight, columns of the output, a tile
@@ -24,6 +36,7 @@ struct GemmConfig {
   int ring_bytes;    // at most this much shared memory for the ring; at least two stages are taken
   Sharing sharing;
   Chunks chunks;
+  Does does = Does::kAnything;
 };
 
 GemmConfig choose_gemm_config(const LinearParams& p, int num_sms);

@@ -70,6 +70,7 @@ __device__ __forceinline__ void store_rope(float (&acc)[kGroup / 2], const RopeR
   for (int i = 0; i < kGroup / 2; ++i) acc[i] = to_float(from_float<T>(acc[i]));
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
+    if (at.token + 16 * at.warp + 8 * h >= o.num_tokens) break;  // the warp has no such rows
     const int64_t token = at.token + at.row() + 8 * h;
     float* y = acc + 2 * h;
     if (!head.is_value) rotate(y, rows.angles[h], at.lane);
@@ -101,6 +102,7 @@ __device__ __forceinline__ void store_weighed(const float (&acc)[kGroup / 2],
                                               const Output& o, const Place& at) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
+    if (at.token + 16 * at.warp + 8 * h >= o.num_tokens) break;  // the warp has no such rows
     const int64_t token = at.token + at.row() + 8 * h;
     const bool exists = token < o.num_tokens;
     const int column = at.column + 2 * (at.lane % 4);

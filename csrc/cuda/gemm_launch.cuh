@@ -101,41 +101,64 @@ void launch_instance(const LinearParams& p, const GemmConfig& config, Stream str
   MINIVLLM_LAUNCH(kernel, dim3(clusters * S::kCtas), dim3(S::kThreads), smem, stream, problem);
 }
 
-template <int kWarpgroups, int kN, int kBlocks, int kShare, Chunks kChunks = Chunks::kApart>
+template <int kWarpgroups, int kN, int kBlocks, int kShare, Chunks kChunks = Chunks::kApart,
+          Does kDoes = Does::kAnything>
 struct Instance {
   static bool matches(const GemmConfig& config) {
-    return config.chunks == kChunks && config.warpgroups == kWarpgroups && config.columns == kN &&
-           config.stage_blocks == kBlocks && (config.sharing == Sharing::kNone ? 1 : 2) == kShare;
+    return config.chunks == kChunks && config.does == kDoes && config.warpgroups == kWarpgroups &&
+           config.columns == kN && config.stage_blocks == kBlocks &&
+           (config.sharing == Sharing::kNone ? 1 : 2) == kShare;
   }
   template <typename T>
   static void launch(const LinearParams& p, const GemmConfig& config, Stream stream) {
-    launch_instance<T, Shape<kWarpgroups, kN, kBlocks, kShare, kChunks>>(p, config, stream);
+    launch_instance<T, Shape<kWarpgroups, kN, kBlocks, kShare, kChunks, kDoes>>(p, config, stream);
   }
 };
 
+template <Does kDoes, int kWarpgroups, int kN, int kBlocks, int kShare,
+          Chunks kChunks = Chunks::kApart>
+using Only = Instance<kWarpgroups, kN, kBlocks, kShare, kChunks, kDoes>;
+
+template <typename T, typename... Instances>
+bool launch_one_of(const LinearParams& p, const GemmConfig& config, Stream stream) {
+  return (
+      (Instances::matches(config) && (Instances::template launch<T>(p, config, stream), true)) ||
+      ...);
+}
+
 template <typename T>
 void launch_gemm(const LinearParams& p, const GemmConfig& config, Stream stream) {
-  const auto run = [&](auto... instances) {
-    const bool found =
-        ((instances.matches(config) && (instances.template launch<T>(p, config, stream), true)) ||
-         ...);
-    if (!found) throw std::invalid_argument("no such instance of the matrix product");
-  };
-  run(Instance<1, 16, 1, 1>{}, Instance<1, 16, 4, 1>{}, Instance<1, 16, 8, 1>{},
-      Instance<1, 24, 1, 1>{}, Instance<1, 24, 4, 1>{}, Instance<1, 24, 8, 1>{},
-      Instance<1, 32, 1, 1>{}, Instance<1, 32, 4, 1>{}, Instance<1, 32, 8, 1>{},
-      Instance<1, 48, 1, 1>{}, Instance<1, 48, 4, 1>{}, Instance<1, 64, 1, 1>{},
-      Instance<1, 64, 2, 1>{}, Instance<1, 96, 1, 1>{}, Instance<1, 128, 1, 1>{},
-      Instance<2, 128, 1, 1>{}, Instance<2, 192, 1, 1>{}, Instance<2, 256, 1, 1>{},
-      Instance<1, 32, 4, 2>{}, Instance<1, 48, 4, 2>{}, Instance<1, 64, 2, 2>{},
-      Instance<1, 96, 1, 2>{}, Instance<1, 128, 1, 2>{}, Instance<2, 32, 1, 2>{},
-      Instance<2, 64, 1, 2>{}, Instance<2, 96, 1, 2>{}, Instance<2, 128, 1, 2>{},
-      Instance<2, 192, 1, 2>{}, Instance<2, 256, 1, 2>{}, Instance<1, 64, 1, 1, Chunks::kAdded>{},
-      Instance<1, 64, 1, 2, Chunks::kAdded>{}, Instance<1, 128, 1, 1, Chunks::kAdded>{},
-      Instance<1, 128, 1, 2, Chunks::kAdded>{}, Instance<2, 128, 1, 1, Chunks::kAdded>{},
-      Instance<2, 192, 1, 1, Chunks::kAdded>{}, Instance<2, 256, 1, 1, Chunks::kAdded>{},
-      Instance<2, 256, 1, 2, Chunks::kAdded>{}, Instance<2, 128, 1, 2, Chunks::kAdded>{},
-      Instance<2, 192, 1, 2, Chunks::kAdded>{}, Instance<1, 64, 2, 1, Chunks::kSplit>{});
+  // For the shapes that decode steps of Llama-3.2-1B have.
+  const bool launched =
+      launch_one_of<T, Only<Does::kRopeKv, 1, 64, 2, 1, Chunks::kSplit>,
+                    Only<Does::kWeigh, 1, 64, 2, 1, Chunks::kSplit>,
+                    Only<Does::kSiluMul, 1, 64, 2, 1>, Only<Does::kSiluMul, 1, 128, 1, 1>,
+                    Only<Does::kSiluMul, 2, 128, 1, 1>, Only<Does::kSiluMul, 2, 256, 1, 2>,
+                    Only<Does::kLeaveSums, 1, 64, 2, 1>, Only<Does::kLeaveSums, 1, 96, 1, 1>,
+                    Only<Does::kLeaveSums, 2, 64, 1, 2>, Only<Does::kLeaveSums, 2, 96, 1, 2>,
+                    Only<Does::kLeaveSums, 2, 128, 1, 1>, Only<Does::kLeaveSums, 2, 128, 1, 2>,
+                    Only<Does::kLeaveSums, 2, 192, 1, 2>, Only<Does::kLogits, 1, 64, 2, 1>,
+                    Only<Does::kLogits, 1, 128, 1, 1>, Only<Does::kLogits, 2, 256, 1, 1>,
+                    Only<Does::kLogits, 2, 256, 1, 2>>(p, config, stream);
+  if (launched) return;
+  GemmConfig any = config;
+  any.does = Does::kAnything;
+  const bool found = launch_one_of<
+      T, Instance<1, 16, 1, 1>, Instance<1, 16, 4, 1>, Instance<1, 16, 8, 1>, Instance<1, 24, 1, 1>,
+      Instance<1, 24, 4, 1>, Instance<1, 24, 8, 1>, Instance<1, 32, 1, 1>, Instance<1, 32, 4, 1>,
+      Instance<1, 32, 8, 1>, Instance<1, 48, 1, 1>, Instance<1, 48, 4, 1>, Instance<1, 64, 1, 1>,
+      Instance<1, 64, 2, 1>, Instance<1, 96, 1, 1>, Instance<1, 128, 1, 1>, Instance<2, 128, 1, 1>,
+      Instance<2, 192, 1, 1>, Instance<2, 256, 1, 1>, Instance<1, 32, 4, 2>, Instance<1, 48, 4, 2>,
+      Instance<1, 64, 2, 2>, Instance<1, 96, 1, 2>, Instance<1, 128, 1, 2>, Instance<2, 32, 1, 2>,
+      Instance<2, 64, 1, 2>, Instance<2, 96, 1, 2>, Instance<2, 128, 1, 2>, Instance<2, 192, 1, 2>,
+      Instance<2, 256, 1, 2>, Instance<1, 64, 1, 1, Chunks::kAdded>,
+      Instance<1, 64, 1, 2, Chunks::kAdded>, Instance<1, 128, 1, 1, Chunks::kAdded>,
+      Instance<1, 128, 1, 2, Chunks::kAdded>, Instance<2, 128, 1, 1, Chunks::kAdded>,
+      Instance<2, 192, 1, 1, Chunks::kAdded>, Instance<2, 256, 1, 1, Chunks::kAdded>,
+      Instance<2, 256, 1, 2, Chunks::kAdded>, Instance<2, 128, 1, 2, Chunks::kAdded>,
+      Instance<2, 192, 1, 2, Chunks::kAdded>, Instance<1, 64, 2, 1, Chunks::kSplit>>(p, any,
+                                                                                     stream);
+  if (!found) throw std::invalid_argument("no such instance of the matrix product");
 }
 
 }  // namespace minivllm::cuda::gemm

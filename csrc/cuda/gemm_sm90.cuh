@@ -84,10 +84,34 @@ __device__ __forceinline__ void park_sums(const float (&acc)[S::kN / 2], uint32_
     sm90::store_shared(parked + (i - S::kKept) * kParkedStride, acc + i);
 }
 
+// The output as an instance knows it that does one thing: what others would ask for folds away.
+template <Does kDoes>
+__device__ __forceinline__ decltype(auto) known(const Output& given) {
+  if constexpr (kDoes == Does::kAnything) {
+    return (given);
+  } else {
+    constexpr bool kIsNormed = kDoes == Does::kRopeKv || kDoes == Does::kSiluMul;
+    Output o = given;
+    o.bias = nullptr;
+    o.is_float = kDoes == Does::kLeaveSums || kDoes == Does::kLogits;
+    o.epilogue = kDoes == Does::kRopeKv    ? Epilogue::kRopeKv
+                 : kDoes == Does::kSiluMul ? Epilogue::kSiluMul
+                 : kDoes == Does::kWeigh   ? Epilogue::kResidual
+                                           : Epilogue::kNone;
+    if (kIsNormed) __builtin_assume(o.square_sums != nullptr);
+    if (!kIsNormed) o.square_sums = nullptr;
+    if (kDoes == Does::kWeigh) __builtin_assume(o.weighted != nullptr);
+    if (kDoes != Does::kWeigh) o.weighted = nullptr;
+    if (kDoes == Does::kLogits) __builtin_assume(o.leaders.leaders != nullptr);
+    return o;
+  }
+}
+
 template <typename T, typename S>
 __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint32_t weight_ring,
                                         uint32_t staging, uint32_t full, uint32_t empty) {
   constexpr int kN = S::kN;
+  decltype(auto) o = known<S::kDoes>(p.output);
   // Shuffled so that the compiler knows it to be the same in a warp: descriptors need that.
   const int warpgroup =
       S::kWarpgroups == 1 ? 0 : __shfl_sync(kFullMask, threadIdx.x / sm90::kWarpgroupSize, 0);
@@ -99,13 +123,12 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
   const uint32_t x_block = p.x.stage_rows * kRowUnits;
   constexpr uint32_t kWeightBlock = kN * kRowUnits;
   Cursor<S> tiles(p);
-  const bool rope = p.output.epilogue == Epilogue::kRopeKv;
+  const bool rope = o.epilogue == Epilogue::kRopeKv;
   [[maybe_unused]] RopeRows rope_rows;
-  const bool has_rope_rows = S::kSplit && rope && p.output.rope.settled;  // which has one tile
+  const bool has_rope_rows = S::kSplit && rope && o.rope.settled;  // which has one tile
   if constexpr (S::kSplit) {
     if (has_rope_rows)
-      rope_rows =
-          RopeRows(p.output, Place{tiles.tile.token + warpgroup * kTileTokens, 0, warp, lane});
+      rope_rows = RopeRows(o, Place{tiles.tile.token + warpgroup * kTileTokens, 0, warp, lane});
   }
   pdl_wait();  // out may be the kernel before's input, or its output
 
@@ -117,8 +140,8 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
   split_norm::RowSums square_sums[2];
   float scale[2];
   int scaled = -1;  // the token that these are of
-  const bool residual = p.output.epilogue == Epilogue::kResidual;
-  const bool leaders = S::kLeaders && p.output.leaders.leaders != nullptr;
+  const bool residual = o.epilogue == Epilogue::kResidual;
+  const bool leaders = S::kLeaders && o.leaders.leaders != nullptr;
   bool wanted = true;  // this tile's outputs, and not their leaders alone
   int looked_up = -1;  // the token that this is of
   [[maybe_unused]] const uint32_t remote_empty =
@@ -140,29 +163,29 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
     const auto load_ahead = [&] {
       if constexpr (S::kStaged) {
         if (!residual) return;
-        load_chunk<T>(ahead.old[0], p.output, at, 0);
-        load_chunk<T>(ahead.old[1], p.output, at, 1);
+        load_chunk<T>(ahead.old[0], o, at, 0);
+        load_chunk<T>(ahead.old[1], o, at, 1);
       } else {
-        if (residual) load_pairs<T, kN>(old, p.output, at);
+        if (residual) load_pairs<T, kN>(old, o, at);
         if constexpr (S::kFuses) {
-          if (p.output.weighted != nullptr) load_weights<T>(weights, p.output, at);
-          if (rope && !has_rope_rows) rope_rows = RopeRows(p.output, at);
+          if (o.weighted != nullptr) load_weights<T>(weights, o, at);
+          if (rope && !has_rope_rows) rope_rows = RopeRows(o, at);
         }
       }
     };
     const bool is_last = !S::kSplit || blockIdx.x % kSplitCtas == warp;  // its sums will be whole
-    const bool normed = p.output.square_sums != nullptr;
+    const bool normed = o.square_sums != nullptr;
     if (leaders && at.token != looked_up) {
-      wanted = wants_logits(p.output, at.token, lane);
+      wanted = wants_logits(o, at.token, lane);
       looked_up = at.token;
     }
     if (is_last) {
       if constexpr (S::kSquareSumsAhead) {
-        if (normed && at.token != scaled) load_square_sums(square_sums, p.output, at);
+        if (normed && at.token != scaled) load_square_sums(square_sums, o, at);
       }
       if constexpr (S::kLoadsAhead) load_ahead();
       if (S::kSquareSumsAhead && normed && scaled < 0) {  // the tokens are not there yet
-        find_scales(scale, square_sums, p.output, lane);
+        find_scales(scale, square_sums, o, lane);
         scaled = at.token;
       }
     }
@@ -212,40 +235,41 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
     }
     if constexpr (S::kSplit) {
       const uint32_t barrier = full + 16 * p.stages;
-      const bool any_rows = at.token + 16 * warp < p.output.num_tokens;
+      const bool any_rows = at.token + 16 * warp < o.num_tokens;
       if (!exchange_sums<S>(acc, x_ring + p.exchange, barrier, any_rows, warp, lane)) return;
     }
     if (normed) {
       if (at.token != scaled) {
-        if constexpr (!S::kSquareSumsAhead) load_square_sums(square_sums, p.output, at);
-        find_scales(scale, square_sums, p.output, lane);
+        if constexpr (!S::kSquareSumsAhead) load_square_sums(square_sums, o, at);
+        find_scales(scale, square_sums, o, lane);
         scaled = at.token;
       }
       scale_rows<kN>(acc, scale);
     }
     if constexpr (!S::kLoadsAhead) load_ahead();
-    if (p.output.bias != nullptr) add_bias<T, kN>(acc, p.output, at);
+    if (o.bias != nullptr) add_bias<T, kN>(acc, o, at);
     if constexpr (S::kLeaders) {
-      if (leaders) store_leaders<kN>(acc, p.output, at);
+      if (leaders) store_leaders<kN>(acc, o, at);
       if (!wanted) continue;
     }
     if constexpr (S::kStaged) {
       if constexpr (!S::kSums) exit.matrix = tiles.tile.chunk;
-      store_staged<T, kN>(acc, ahead, exit, p.output, at);
+      store_staged<T, kN>(acc, ahead, exit, o, at);
       continue;
     }
     if constexpr (S::kFuses) {
       if (rope) {
-        store_rope<T>(acc, rope_rows, p.output, at);
+        store_rope<T>(acc, rope_rows, o, at);
         continue;
       }
-      if (p.output.weighted != nullptr) {
-        store_weighed<T>(acc, old, weights, p.output, at);
+      if (o.weighted != nullptr) {
+        store_weighed<T>(acc, old, weights, o, at);
         continue;
       }
     }
-    Output output = p.output;
-    if (p.chunks > 1) {  // each chunk's sums are a matrix of their own
+    Output output = o;
+    if (S::kDoes == Does::kLeaveSums || (S::kDoes == Does::kAnything && p.chunks > 1)) {
+      // Each chunk's sums are a matrix of their own.
       const int64_t size = output.stride * output.num_tokens;
       output.out = static_cast<float*>(output.out) + tiles.tile.chunk * size;
     }

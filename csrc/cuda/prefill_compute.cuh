@@ -93,7 +93,6 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
     sm90::mbarrier_wait(base + L::kEntryBarriers + entry.at * 24, entry.phase);
     sm90::mbarrier_wait(base + L::kEntryBarriers + entry.at * 24 + 8, entry.phase);
     const PrefillItem item = items[entry.at];
-    __syncwarp();  // all lanes have read it before one of them releases it
     PrefillRows r = {};
     r.num_tiles = item.num_tiles;
     if (r.num_tiles == 0) return r;
@@ -109,8 +108,10 @@ __device__ __forceinline__ void compute(const PrefillWork& w, uint32_t base,
     queries = base + (entry.at * L::kGroups + group) * L::kTileBytes;
     return r;
   };
-  auto release_queries = [&] {  // after the item's last scores
-    if (lane == 0) sm90::mbarrier_arrive(base + L::kEntryBarriers + entry.at * 24 + 16);
+  // After the item's last scores. Every thread for itself: each has read the item, and racecheck
+  // does not see that one lane arrives for a warp.
+  auto release_queries = [&] {
+    sm90::mbarrier_arrive(base + L::kEntryBarriers + entry.at * 24 + 16);
     entry.advance();
   };
 

@@ -155,7 +155,7 @@ static __global__ void __launch_bounds__(PrefillLayout<kHeadDim>::kThreads, 1)
       const uint32_t barriers = base + L::kEntryBarriers + i * 24;
       sm90::mbarrier_init(barriers, 1);
       sm90::mbarrier_init(barriers + 8, kQueryThreads / kWarpSize);
-      sm90::mbarrier_init(barriers + 16, L::kConsumers / kWarpSize);
+      sm90::mbarrier_init(barriers + 16, L::kConsumers);
     }
     sm90::mbarrier_init_fence();
   }

@@ -47,6 +47,7 @@ struct RowSums {
     float sum = held[0];
 #pragma unroll
     for (int i = 1; i < kHeld; ++i) sum = __fadd_rn(sum, held[i]);
+#pragma unroll 1
     for (int i = lane % kQuad + kQuad * kHeld; i < given; i += kQuad)
       sum = __fadd_rn(sum, square_sums[i]);
     const float size = static_cast<float>(count * static_cast<int>(kNormColumns));

@@ -235,7 +235,7 @@ def check_long(c: Checks) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bench", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="few shapes, for compute-sanitizer")
+    parser.add_argument("--quick", choices=("16", "32"), help="few shapes of so many bits, for compute-sanitizer")
     parser.add_argument("--library", help="what attention_kernels.build made, to save its time")
     options = parser.parse_args()
     began = time.time()
@@ -243,8 +243,10 @@ def main() -> None:
     print(f"built in {time.time() - began:.0f} s", flush=True)
     c = Checks(kernels)
     half = torch.bfloat16
-    if options.quick:
-        check_shape(c, (14, 2), 64, 16, half, False)
+    if options.quick == "32":
+        check_shape(c, (6, 2), 20, 16, torch.float32, False)
+    elif options.quick:
+        check_shape(c, (28, 4), 64, 16, half, False)  # many enough for all decode kernels
         check_shape(c, (8, 2), 128, 64, half, False)
         check_shape(c, (4, 2), 96, 64, half, False)
     else:
