@@ -1,7 +1,8 @@
 """Run the GPU tests and write down what came out, for the machines that have no card.
 
-``python tests/gpu_report.py`` runs them, each file in a process of its own, and writes tests/gpu_report.json;
-with ``--check`` it says whether that file is about the code as it is now.
+``python tests/gpu_report.py`` runs them, each file in a process of its own, and writes tests/gpu_report.json, which
+names the files that had not ended yet if it is stopped; with ``--check`` it says whether that file is about the code
+as it is now.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -67,6 +70,8 @@ def describe() -> str:
         return "There is no tests/gpu_report.json: `make gpu-report` on a machine with a card writes it."
     report = json.loads(REPORT.read_text())
     counts = ", ".join(f"{n} {outcome}" for outcome, n in report["counts"].items())
+    if left := report.get("not_run"):
+        counts += f", {len(left)} files not run"
     seen = f"{report['card']}, {report['date']}, torch {report['torch']}: {counts}"
     if report["hash"] == code_hash():
         return f"tests/gpu_report.json is of this code ({seen})."
@@ -109,22 +114,35 @@ def run_apart(file: Path, folder: str) -> tuple[int, dict[str, int]]:
 
 
 def make_report(jobs: int) -> int:
-    """Run the tests marked gpu, some files at a time, and write the report; return the exit status."""
+    """Run the tests marked gpu, some files at a time, and write the report as they end; return the exit status."""
     before, total = code_hash(), Tally().counts
-    # Only the files that hold GPU tests are read: the rest may need packages that are not there.
+    took = json.loads(REPORT.read_text()).get("seconds", {}) if REPORT.exists() else {}
+    # Only the files that hold GPU tests are read: the rest may need packages that are not there. The slowest first.
     files = [path for path in covered_files() if path.name.startswith("test_")]
+    files.sort(key=lambda file: -took.get(file.name, math.inf))
+    seconds: dict[str, float] = {}
+    status = 0
+
+    def run(file: Path) -> tuple[Path, float, int, dict[str, int]]:
+        begun = time.monotonic()
+        code, counts = run_apart(file, folder)
+        return file, time.monotonic() - begun, code, counts
+
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        results = list(pool.map(lambda file: run_apart(file, folder), files))
-    for _, counts in results:
-        for outcome, n in counts.items():
-            total[outcome] += n
-    # A process that a signal ended has a negative one.
-    status = max((abs(code) for code, _ in results if code != pytest.ExitCode.NO_TESTS_COLLECTED), default=1)
+        for done in as_completed([pool.submit(run, file) for file in files]):
+            file, spent, code, counts = done.result()
+            seconds[file.name] = round(spent, 1)
+            for outcome, n in counts.items():
+                total[outcome] += n
+            if code != pytest.ExitCode.NO_TESTS_COLLECTED:
+                status = max(status, abs(code))  # a process that a signal ended has a negative one
+            left = [path.name for path in files if path.name not in seconds]
+            if total["passed"]:
+                report = {**stamp(before), "counts": total, "not_run": left, "seconds": seconds}
+                REPORT.write_text(json.dumps(report, indent=2) + "\n")
     if not total["passed"]:
         print("No GPU test passed, so no report was written.", file=sys.stderr)
         return status or 1
-    report = {**stamp(before), "counts": total}
-    REPORT.write_text(json.dumps(report, indent=2) + "\n")
     print(describe())
     return status
 

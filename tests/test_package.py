@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from importlib import metadata
@@ -213,5 +214,26 @@ def test_the_gpu_report_fails_where_a_process_crashed(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_report, "run_apart", lambda file, folder: came[file.stem.removeprefix("test_")])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     assert gpu_report.make_report(1) != 0
+    assert "3 passed, 1 failed, 0 skipped)" in gpu_report.describe()
     came["b"] = (0, {"passed": 1})
     assert gpu_report.make_report(1) == 0, "a file without GPU tests is no failure"
+
+
+def test_the_gpu_report_names_what_was_not_run(monkeypatch, tmp_path):
+    files = [tmp_path / f"test_{name}.py" for name in "abc"]
+
+    def stop_at_the_last(file, folder):
+        if file.stem == "test_c":
+            raise KeyboardInterrupt
+        return 0, {"passed": 2}
+
+    monkeypatch.setattr(gpu_report, "covered_files", lambda: files)
+    monkeypatch.setattr(gpu_report, "code_hash", lambda: "f" * 64)
+    monkeypatch.setattr(gpu_report, "REPORT", tmp_path / "report.json")
+    monkeypatch.setattr(gpu_report, "run_apart", stop_at_the_last)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    with pytest.raises(KeyboardInterrupt):
+        gpu_report.make_report(1)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["not_run"] == ["test_c.py"] and set(report["seconds"]) == {"test_a.py", "test_b.py"}
+    assert "4 passed, 0 failed, 0 skipped, 1 files not run)" in gpu_report.describe()
