@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from minivllm.timeline import Step
 
 _LOGITS_ROWS = 256  # rows of a prompt whose logits stand in memory at once
-_RING = 4  # host buffers in turn: a step's is written again after that step was collected
+_RING = 4  # host buffers and events in turn, used again after their step, and the one after it, were collected
 
 
 @dataclass
@@ -165,8 +165,7 @@ class Runner:
     def _begin(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """Return the events of a step's start and end.
 
-        While the step before is still running its end is this one's start: a record in between would keep the two
-        from overlapping.
+        While the step before is still running its end is this one's start, which saves recording it.
         """
         before = self._events[self._turn - 1][1]
         started, ended = self._events[self._turn]

@@ -93,3 +93,19 @@ def test_steps_without_a_graph_answer_alike(path, monkeypatch):
         assert {rows: graph is None for rows, graph in engine._runner._graphs._known.items()}[1] is False
         assert collecting and not any(collecting) and gc.isenabled()
         engine.check_integrity()
+
+
+@pytest.mark.gpu
+def test_a_step_behind_a_running_one_starts_where_that_ends(path):
+    with tiny_engine(path, torch.device("cuda")) as engine:
+        runner = engine._runner
+        runner._turn = 1
+        started, ended = runner._begin()
+        assert started is runner._events[1][0], "nothing was running"
+        torch.cuda._sleep(50_000_000)
+        ended.record()
+        runner._turn = 2
+        assert runner._begin() == (ended, runner._events[2][1])
+        torch.cuda.synchronize()
+        runner._turn = 3
+        assert runner._begin() == runner._events[3]

@@ -36,7 +36,8 @@ __device__ __forceinline__ uint32_t first_block_address(uint32_t address) {
   return sm90::map_to_rank(address, 0);
 }
 
-// Values past the sequence's end may be anything, and 0 * NaN is NaN: rows `from` .. of a tile.
+// Values past the sequence's end may be anything, and 0 * NaN is NaN: rows `from` .. of a tile. No
+// fence: a place is filled once here.
 template <int kPanels, int kPanelBytes>
 __device__ __forceinline__ void clear_rows(uint32_t values, int from) {
   for (int i = from * 8 + threadIdx.x % kWarpSize; i < kTileTokens * 8; i += kWarpSize)

@@ -227,26 +227,23 @@ GemmConfig choose_shape(const LinearParams& p, int num_sms) {
                                     : config_for_many_tokens(tile, num_sms);
 }
 
-// The one thing that is asked for, if it is one that instances are compiled for.
-Does only_thing(const LinearParams& p, const GemmConfig& config) {
-  const bool narrow =
-      config.warpgroups == 1 && config.sharing == Sharing::kNone && config.chunks != Chunks::kAdded;
-  if (p.bias != nullptr || (narrow && p.num_tokens > kTileTokens)) return Does::kAnything;
-  if (p.partials != nullptr) return Does::kLeaveSums;
-  if (p.weighted != nullptr) return Does::kWeigh;
-  if (p.leaders.leaders != nullptr) {
-    return p.square_sums == nullptr ? Does::kLogits : Does::kAnything;
-  }
-  if (p.square_sums == nullptr) return Does::kAnything;
-  if (p.epilogue == Epilogue::kRopeKv) return Does::kRopeKv;
-  return p.epilogue == Epilogue::kSiluMul ? Does::kSiluMul : Does::kAnything;
-}
-
 }  // namespace
+
+Task task_of(const LinearParams& p, const GemmConfig& config) {
+  const bool one_warpgroup =
+      config.warpgroups == 1 && config.sharing == Sharing::kNone && config.chunks != Chunks::kAdded;
+  if (p.bias != nullptr || (one_warpgroup && p.num_tokens > kTileTokens)) return Task::kAnything;
+  if (p.partials != nullptr) return Task::kLeaveSums;
+  const bool normed = p.square_sums != nullptr;
+  if (p.weighted != nullptr) return normed ? Task::kAnything : Task::kWeigh;
+  if (p.leaders.leaders != nullptr) return normed ? Task::kAnything : Task::kLogits;
+  if (normed && p.epilogue == Epilogue::kRopeKv) return Task::kRopeKv;
+  return normed && p.epilogue == Epilogue::kSiluMul ? Task::kSiluMul : Task::kAnything;
+}
 
 GemmConfig choose_gemm_config(const LinearParams& p, int num_sms) {
   GemmConfig config = choose_shape(p, num_sms);
-  config.does = only_thing(p, config);
+  config.task = task_of(p, config);
   return config;
 }
 

@@ -17,10 +17,10 @@ enum class Chunks : int {
   kSplit = 2,  // a cluster with a CTA for each
 };
 
-// What an instance is compiled for. One that does a single thing of a decoder layer, or of its end,
-// is a third of the code, and reading its code is a good part of what a kernel of a few
-// microseconds does. None of them has a bias.
-enum class Does : int {
+// What an instance is compiled for: anything, or one thing that decode steps want, without a bias.
+// The latter are 19 to 55 KB of machine code instead of 43 to 105, which counts in kernels of a few
+// microseconds.
+enum class Task : int {
   kAnything = 0,
   kRopeKv = 1,     // kRopeKv of rows whose norm is half done
   kWeigh = 2,      // kResidual and the first half of a norm
@@ -36,9 +36,11 @@ struct GemmConfig {
   int ring_bytes;    // at most this much shared memory for the ring; at least two stages are taken
   Sharing sharing;
   Chunks chunks;
-  Does does = Does::kAnything;
+  Task task = Task::kAnything;
 };
 
+// The task that the product is, where instances of the config's shape may be compiled for it.
+Task task_of(const LinearParams& p, const GemmConfig& config);
 GemmConfig choose_gemm_config(const LinearParams& p, int num_sms);
 
 void launch_gemm_bf16(const LinearParams& p, const GemmConfig& config, Stream stream);

@@ -17,7 +17,7 @@ constexpr int kRowUnits = sm90::kSwizzleRow / 16;  // a row in the units of a de
 constexpr int kSplitCtas = 4;  // of a cluster where each takes a chunk of K
 
 // An instance of the kernel.
-template <int kWarpgroups_, int kN_, int kBlocks_, int kShare_, Chunks kChunks_, Does kDoes_>
+template <int kWarpgroups_, int kN_, int kBlocks_, int kShare_, Chunks kChunks_, Task kTask_>
 struct Shape {
   static constexpr int kWarpgroups = kWarpgroups_;
   static constexpr int kTokens = kWarpgroups * kTileTokens;
@@ -26,10 +26,10 @@ struct Shape {
   static constexpr int kShare = kShare_;    // CTAs that share an operand
   static constexpr bool kSums = kChunks_ == Chunks::kAdded;
   static constexpr bool kSplit = kChunks_ == Chunks::kSplit;
-  static constexpr Does kDoes = kDoes_;
-  // There is one tile of tokens: what does a single thing with narrow tiles is for few.
-  static constexpr bool kFewTokens =
-      kDoes != Does::kAnything && kTokens == kTileTokens && kShare == 1 && !kSums;
+  static constexpr Task kTask = kTask_;
+  // Those of one warpgroup that are compiled for one task are chosen for up to 64 tokens only.
+  static constexpr bool kOneTokenTile =
+      kTask != Task::kAnything && kTokens == kTileTokens && kShare == 1 && !kSums;
   static_assert(!kSplit || (kWarpgroups == 1 && kShare == 1));
   static constexpr int kCtas = kSplit ? kSplitCtas : kShare;  // of a cluster
   // Sums that the CTAs of a split put for each other: 16 rows of each one's chunk.
@@ -49,7 +49,7 @@ struct Shape {
       kWarpgroups * sm90::kWarpgroupSize + (kStaged ? sm90::kWarpgroupSize : kWarpSize);
   // Tiles whose epilogue can do parts of a decoder layer: see gemm_fused.cuh.
   static constexpr bool kFuses = kWarpgroups == 1 && kN == 64 && kShare == 1 && !kSums;
-  static constexpr bool kLeaders = (kDoes == Does::kAnything || kDoes == Does::kLogits) &&
+  static constexpr bool kLeaders = (kTask == Task::kAnything || kTask == Task::kLogits) &&
                                    kN % kLeaderColumns == 0 && !kSums && !kSplit;  // see LeadersTo
   // Two CTAs of one warpgroup fit an SM's registers, so that the next kernel's CTA can start to
   // copy its weights while this one runs.
@@ -117,7 +117,7 @@ struct Cursor {
       flat = unit / p.chunks;
     }
     int token = 0, column = flat;
-    if (!S::kFewTokens && p.token_units > 1) {
+    if (!S::kOneTokenTile && p.token_units > 1) {
       const int group_units = p.group * p.column_units;
       const int group = flat / group_units, rest = flat % group_units;
       const int height = min(p.group, p.token_units - group * p.group);

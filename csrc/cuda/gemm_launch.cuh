@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "gemm_sm90.cuh"
 
@@ -68,6 +69,8 @@ void launch_instance(const LinearParams& p, const GemmConfig& config, Stream str
                     p.new_square_sums,
                     p.rope,
                     p.leaders};
+  if (S::kTask != Task::kAnything && S::kTask != task_of(p, config))
+    throw std::invalid_argument("this instance is for another task");
   if ((p.weighted != nullptr || p.epilogue == Epilogue::kRopeKv) && !S::kFuses)
     throw std::invalid_argument("this instance does no parts of a layer");
   if (p.leaders.leaders != nullptr && !S::kLeaders)
@@ -102,22 +105,22 @@ void launch_instance(const LinearParams& p, const GemmConfig& config, Stream str
 }
 
 template <int kWarpgroups, int kN, int kBlocks, int kShare, Chunks kChunks = Chunks::kApart,
-          Does kDoes = Does::kAnything>
+          Task kTask = Task::kAnything>
 struct Instance {
   static bool matches(const GemmConfig& config) {
-    return config.chunks == kChunks && config.does == kDoes && config.warpgroups == kWarpgroups &&
+    return config.chunks == kChunks && config.task == kTask && config.warpgroups == kWarpgroups &&
            config.columns == kN && config.stage_blocks == kBlocks &&
            (config.sharing == Sharing::kNone ? 1 : 2) == kShare;
   }
   template <typename T>
   static void launch(const LinearParams& p, const GemmConfig& config, Stream stream) {
-    launch_instance<T, Shape<kWarpgroups, kN, kBlocks, kShare, kChunks, kDoes>>(p, config, stream);
+    launch_instance<T, Shape<kWarpgroups, kN, kBlocks, kShare, kChunks, kTask>>(p, config, stream);
   }
 };
 
-template <Does kDoes, int kWarpgroups, int kN, int kBlocks, int kShare,
+template <Task kTask, int kWarpgroups, int kN, int kBlocks, int kShare,
           Chunks kChunks = Chunks::kApart>
-using Only = Instance<kWarpgroups, kN, kBlocks, kShare, kChunks, kDoes>;
+using ForTask = Instance<kWarpgroups, kN, kBlocks, kShare, kChunks, kTask>;
 
 template <typename T, typename... Instances>
 bool launch_one_of(const LinearParams& p, const GemmConfig& config, Stream stream) {
@@ -128,21 +131,25 @@ bool launch_one_of(const LinearParams& p, const GemmConfig& config, Stream strea
 
 template <typename T>
 void launch_gemm(const LinearParams& p, const GemmConfig& config, Stream stream) {
-  // For the shapes that decode steps of Llama-3.2-1B have.
-  const bool launched =
-      launch_one_of<T, Only<Does::kRopeKv, 1, 64, 2, 1, Chunks::kSplit>,
-                    Only<Does::kWeigh, 1, 64, 2, 1, Chunks::kSplit>,
-                    Only<Does::kSiluMul, 1, 64, 2, 1>, Only<Does::kSiluMul, 1, 128, 1, 1>,
-                    Only<Does::kSiluMul, 2, 128, 1, 1>, Only<Does::kSiluMul, 2, 256, 1, 2>,
-                    Only<Does::kLeaveSums, 1, 64, 2, 1>, Only<Does::kLeaveSums, 1, 96, 1, 1>,
-                    Only<Does::kLeaveSums, 2, 64, 1, 2>, Only<Does::kLeaveSums, 2, 96, 1, 2>,
-                    Only<Does::kLeaveSums, 2, 128, 1, 1>, Only<Does::kLeaveSums, 2, 128, 1, 2>,
-                    Only<Does::kLeaveSums, 2, 192, 1, 2>, Only<Does::kLogits, 1, 64, 2, 1>,
-                    Only<Does::kLogits, 1, 128, 1, 1>, Only<Does::kLogits, 2, 256, 1, 1>,
-                    Only<Does::kLogits, 2, 256, 1, 2>>(p, config, stream);
-  if (launched) return;
+  // For the shapes that decode steps of Llama-3.2-1B have; a layer is fused in bfloat16 alone.
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    if (launch_one_of<T, ForTask<Task::kRopeKv, 1, 64, 2, 1, Chunks::kSplit>,
+                      ForTask<Task::kWeigh, 1, 64, 2, 1, Chunks::kSplit>,
+                      ForTask<Task::kSiluMul, 1, 64, 2, 1>, ForTask<Task::kSiluMul, 1, 128, 1, 1>,
+                      ForTask<Task::kSiluMul, 2, 128, 1, 1>, ForTask<Task::kSiluMul, 2, 256, 1, 2>>(
+            p, config, stream))
+      return;
+  }
+  if (launch_one_of<T, ForTask<Task::kLeaveSums, 1, 64, 2, 1>,
+                    ForTask<Task::kLeaveSums, 1, 96, 1, 1>, ForTask<Task::kLeaveSums, 2, 64, 1, 2>,
+                    ForTask<Task::kLeaveSums, 2, 96, 1, 2>, ForTask<Task::kLeaveSums, 2, 128, 1, 1>,
+                    ForTask<Task::kLeaveSums, 2, 128, 1, 2>,
+                    ForTask<Task::kLeaveSums, 2, 192, 1, 2>, ForTask<Task::kLogits, 1, 64, 2, 1>,
+                    ForTask<Task::kLogits, 1, 128, 1, 1>, ForTask<Task::kLogits, 2, 256, 1, 1>,
+                    ForTask<Task::kLogits, 2, 256, 1, 2>>(p, config, stream))
+    return;
   GemmConfig any = config;
-  any.does = Does::kAnything;
+  any.task = Task::kAnything;
   const bool found = launch_one_of<
       T, Instance<1, 16, 1, 1>, Instance<1, 16, 4, 1>, Instance<1, 16, 8, 1>, Instance<1, 24, 1, 1>,
       Instance<1, 24, 4, 1>, Instance<1, 24, 8, 1>, Instance<1, 32, 1, 1>, Instance<1, 32, 4, 1>,

@@ -84,25 +84,26 @@ __device__ __forceinline__ void park_sums(const float (&acc)[S::kN / 2], uint32_
     sm90::store_shared(parked + (i - S::kKept) * kParkedStride, acc + i);
 }
 
-// The output as an instance knows it that does one thing: what others would ask for folds away.
-template <Does kDoes>
-__device__ __forceinline__ decltype(auto) known(const Output& given) {
-  if constexpr (kDoes == Does::kAnything) {
+// The output as an instance for one task knows it: what other tasks would ask for folds away. That
+// this one does not ask for it is task_of's to say.
+template <Task kTask>
+__device__ __forceinline__ decltype(auto) output_for(const Output& given) {
+  if constexpr (kTask == Task::kAnything) {
     return (given);
   } else {
-    constexpr bool kIsNormed = kDoes == Does::kRopeKv || kDoes == Does::kSiluMul;
+    constexpr bool kIsNormed = kTask == Task::kRopeKv || kTask == Task::kSiluMul;
     Output o = given;
     o.bias = nullptr;
-    o.is_float = kDoes == Does::kLeaveSums || kDoes == Does::kLogits;
-    o.epilogue = kDoes == Does::kRopeKv    ? Epilogue::kRopeKv
-                 : kDoes == Does::kSiluMul ? Epilogue::kSiluMul
-                 : kDoes == Does::kWeigh   ? Epilogue::kResidual
+    o.is_float = kTask == Task::kLeaveSums || kTask == Task::kLogits;
+    o.epilogue = kTask == Task::kRopeKv    ? Epilogue::kRopeKv
+                 : kTask == Task::kSiluMul ? Epilogue::kSiluMul
+                 : kTask == Task::kWeigh   ? Epilogue::kResidual
                                            : Epilogue::kNone;
     if (kIsNormed) __builtin_assume(o.square_sums != nullptr);
     if (!kIsNormed) o.square_sums = nullptr;
-    if (kDoes == Does::kWeigh) __builtin_assume(o.weighted != nullptr);
-    if (kDoes != Does::kWeigh) o.weighted = nullptr;
-    if (kDoes == Does::kLogits) __builtin_assume(o.leaders.leaders != nullptr);
+    if (kTask == Task::kWeigh) __builtin_assume(o.weighted != nullptr);
+    if (kTask != Task::kWeigh) o.weighted = nullptr;
+    if (kTask == Task::kLogits) __builtin_assume(o.leaders.leaders != nullptr);
     return o;
   }
 }
@@ -111,7 +112,7 @@ template <typename T, typename S>
 __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint32_t weight_ring,
                                         uint32_t staging, uint32_t full, uint32_t empty) {
   constexpr int kN = S::kN;
-  decltype(auto) o = known<S::kDoes>(p.output);
+  decltype(auto) o = output_for<S::kTask>(p.output);
   // Shuffled so that the compiler knows it to be the same in a warp: descriptors need that.
   const int warpgroup =
       S::kWarpgroups == 1 ? 0 : __shfl_sync(kFullMask, threadIdx.x / sm90::kWarpgroupSize, 0);
@@ -268,7 +269,7 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
       }
     }
     Output output = o;
-    if (S::kDoes == Does::kLeaveSums || (S::kDoes == Does::kAnything && p.chunks > 1)) {
+    if (S::kTask == Task::kLeaveSums || (S::kTask == Task::kAnything && p.chunks > 1)) {
       // Each chunk's sums are a matrix of their own.
       const int64_t size = output.stride * output.num_tokens;
       output.out = static_cast<float*>(output.out) + tiles.tile.chunk * size;

@@ -10,7 +10,7 @@ namespace minivllm::cuda {
 __device__ __forceinline__ int64_t key_offset(const KvCache& kv, int64_t slot, int64_t position,
                                               int64_t head) {
   if (slot < 0 || position < 0) return -1;
-  // In 32 bits: a division of 64 is a hundred instructions.
+  // Positions are int32, and a division of 64 bits is a hundred instructions.
   const int64_t index = static_cast<uint32_t>(position) / static_cast<uint32_t>(kv.block_size);
   if (index >= kv.max_blocks) return -1;
   const int64_t block = load_settled(kv.block_table + slot * kv.block_table_stride + index);

@@ -1,12 +1,14 @@
 """Checks the CUDA matrix products alone: no package, no bindings, only nvcc, ctypes and torch.
 
 Run ``python tests/gpu/gemm_check.py``; ``--quick few`` and ``--quick many`` take few shapes, of few tokens and of more.
-It compiles csrc/cuda/gemm*.cu for this card, then compares every instance and every epilogue with torch, and asks for
-the same bits whatever the number of tokens.
+It compiles csrc/cuda/gemm*.cu for this card, then compares every instance for any task and every epilogue with torch,
+and asks for the same bits whatever the number of tokens. The instances for parts of a layer and for leaders have
+test_fused.py and test_leaders.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import hashlib
 import subprocess
@@ -57,16 +59,6 @@ extern "C" int gemm(void* out, const void* x, const void* weight, const void* bi
 extern "C" int64_t chunks(int64_t n, int64_t k, int epilogue) {{
   return cuda::linear_chunks(n, k, static_cast<Epilogue>(epilogue));
 }}
-extern "C" void chosen(int64_t num_tokens, int64_t n, int64_t k, int64_t num_chunks, int parts, int* config) {{
-  LinearParams p = {{}};
-  p.num_tokens = num_tokens; p.n = n; p.k = k; p.dtype = p.out_dtype = DType::kBFloat16;
-  p.num_chunks = num_chunks;
-  if (parts) p.partials = reinterpret_cast<float*>(16);
-  const cuda::GemmConfig c = cuda::choose_gemm_config(p, 132);
-  const int values[6] = {{c.warpgroups, c.columns, c.stage_blocks, c.ring_bytes,
-                         static_cast<int>(c.sharing), static_cast<int>(c.chunks)}};
-  for (int i = 0; i < 6; ++i) config[i] = values[i];
-}}
 """
 
 
@@ -95,7 +87,6 @@ def build() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library))
     pointer, wide = ctypes.c_void_p, ctypes.c_int64
     loaded.gemm.argtypes = [pointer] * 4 + [wide] * 5 + [ctypes.c_int] * 3 + [pointer, wide, pointer, pointer]
-    loaded.chosen.argtypes = [wide] * 4 + [ctypes.c_int, pointer]
     loaded.chunks.argtypes, loaded.chunks.restype = [wide, wide, ctypes.c_int], wide
     return loaded
 
@@ -133,11 +124,6 @@ class Gemm:
 
     def chunks(self, n: int, k: int, epilogue: int = NONE) -> int:
         return self.library.chunks(n, k, epilogue)
-
-    def chosen(self, m: int, n: int, k: int, num_chunks: int = 1, parts: bool = False) -> tuple[int, ...]:
-        values = (ctypes.c_int * 6)()
-        self.library.chosen(m, n, k, num_chunks, parts, values)
-        return tuple(values)
 
 
 def poisoned(rows: int, columns: int, dtype: torch.dtype, extra: int = 8) -> torch.Tensor:
@@ -266,11 +252,14 @@ def quick_checks(gemm: Gemm, tokens: str) -> int:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", choices=("few", "many"), help="few shapes, of few tokens or of more")
+    quick = parser.parse_args().quick
     start = time.time()
     gemm = Gemm()
     print(f"built in {time.time() - start:.0f} s", flush=True)
-    if "--quick" in sys.argv:
-        print(f"{quick_checks(gemm, sys.argv[-1])} checks passed in {time.time() - start:.0f} s")
+    if quick:
+        print(f"{quick_checks(gemm, quick)} checks passed in {time.time() - start:.0f} s")
         return
     odd = [1, 2, 7, 8, 9, 16, 17, 33, 63, 64, 65, 127, 128, 129, 200, 256, 300, 512, 1000, 2048]
     checks = 0

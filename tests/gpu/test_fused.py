@@ -149,16 +149,20 @@ def test_nothing_is_written_outside_the_rows() -> None:
 # ---------------------------------------------------------------- second half + SiLU
 
 
-@sizes
-def test_gate_up(hidden: int, num_q: int, num_kv: int, inter: int) -> None:
-    halves, norm = matrix(2 * inter, hidden), near_one(hidden)
-    linear = ops.Linear(halves, gate_up=True)
+# The last is small, and comes by all instances that are for this alone.
+@pytest.mark.parametrize(
+    ("hidden", "inter", "biased"), [(2048, 8192, False), (2048, 8192, True), (576, 1536, False), (128, 8192, False)]
+)
+def test_gate_up(hidden: int, inter: int, biased: bool) -> None:
+    halves, norm, bias = matrix(2 * inter, hidden), near_one(hidden), random(2 * inter) if biased else None
+    linear = ops.Linear(halves, bias, gate_up=True)
     residual = random(MOST, hidden) * torch.rand(MOST, 1, device=CUDA).mul(8).exp2().bfloat16()
     rows = ops.weigh_rows(residual, norm)
     whole = linear(rows.x, square_sums=rows.square_sums, eps=EPS)
     plain = linear(ops.rms_norm(residual, norm, EPS))
     normed = reference.rms_norm(residual.float(), norm.float(), EPS)
-    assert_rows_near(whole, reference.silu_mul(normed @ halves.float().T), plain)
+    truth = normed @ halves.float().T + (0 if bias is None else bias.float())
+    assert_rows_near(whole, reference.silu_mul(truth), plain)
     for tokens in TOKENS:
         mine = some(tokens)
         part = take(rows, mine)

@@ -14,8 +14,10 @@ from minivllm.random_model import model_path
 
 pytestmark = pytest.mark.gpu
 
-# Between them all tiles of 64 … 256 columns, alone and in pairs, ending with the vocabulary and inside themselves.
-VOCABS = [64, 520, 1000, 8200, 12296, 32008, 49152, 128256, 151936]
+# Vocabulary and size: between them all tiles of 64 … 256 columns, alone and in pairs, ending with the vocabulary and
+# inside themselves. The last is small, and comes by all instances that are for this alone.
+HEADS = [(64, 576), (520, 576), (1000, 576), (8200, 576), (12296, 576), (49152, 576), (128256, 2048), (151936, 2048)]
+HEADS += [(32008, 576), (32008, 128)]
 TOKENS = [1, 16, 17, 64, 65, 128, 130, 256, 300]
 WORDS = ops.SLOT_WORDS
 
@@ -49,14 +51,17 @@ def drawn(logits: Tensor, leaders: Tensor, slots: Tensor, state: Tensor) -> Tens
     return ops.sample(logits, slots, slots, state, workspace=workspace, leaders=leaders)
 
 
-@pytest.mark.parametrize("vocab", VOCABS)
-def test_leaders_are_those_of_all_logits(vocab: int) -> None:
-    k = 576 if vocab < 100000 else 2048
-    # Small integers: so few values come out that most leaders are reached more than once.
-    linear = ops.Linear(torch.randint(-1, 2, (vocab, k), device=CUDA).bfloat16())
+@pytest.mark.parametrize(("vocab", "k"), HEADS)
+@pytest.mark.parametrize(("dtype", "biased"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)])
+def test_leaders_are_those_of_all_logits(vocab: int, k: int, dtype: torch.dtype, biased: bool) -> None:
+    def numbers(*shape: int) -> Tensor:
+        """Draw small integers: so few values come out that most leaders are reached more than once."""
+        return torch.randint(-1, 2, shape, device=CUDA).to(dtype)
+
+    linear = ops.Linear(numbers(vocab, k), numbers(vocab) if biased else None)
     assert linear.finds_leaders
     for rows in TOKENS:
-        x = torch.randint(-1, 2, (rows, k), device=CUDA).bfloat16()
+        x = numbers(rows, k)
         whole = linear(x, out_dtype=torch.float32)
         slots = torch.randperm(rows, device=CUDA).int()
         nobody = torch.zeros(rows, dtype=torch.bool, device=CUDA)
