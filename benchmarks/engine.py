@@ -10,6 +10,7 @@ The figures of this engine go to benchmarks/results/h200.json or cpu.json, by th
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 
 from minivllm import bench
 from minivllm.commands.bench import check_output, write
+from minivllm.loader import resolve_model
 from minivllm.random_model import model_path
 
 Run = Callable[[list[bench.Request]], object]
@@ -101,10 +103,16 @@ def main() -> None:
             check_output(output)
         except (OSError, ValueError) as error:
             parser.error(str(error))
-    path = model_path(args.model)
-    names = bench.choose(args.workloads, args.device)
+    try:
+        path = str(resolve_model(model_path(args.model)))
+        names = bench.choose(args.workloads, args.device)
+        if args.engine != "minivllm":
+            importlib.import_module(args.engine)
+    except (ImportError, OSError, ValueError) as error:
+        parser.error(str(error))
+    commit = args.commit or bench.commit_name(Path(__file__).parents[1])
     engine = bench.engine_name(args.exact) if args.engine == "minivllm" else args.engine
-    result = bench.header(engine, args.model, args.device, args.commit)
+    result = bench.header(engine, args.model, args.device, commit)
     print(f"{engine} on {result['card']}, torch {result['torch']}\n{bench.TABLE_HEAD}", flush=True)
 
     def told(name: str, figure: dict[str, Any]) -> None:
@@ -126,6 +134,7 @@ def main() -> None:
             result["workloads"][name] = figure
     if output is not None:
         write(output, result)
+        print(f"written to {output}")
 
 
 if __name__ == "__main__":

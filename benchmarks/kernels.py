@@ -18,7 +18,8 @@ from kernels_gemm import gemm_rows
 
 from minivllm import _extension, bench, ops
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
 
 
 def small_rows() -> list[dict[str, float | str]]:
@@ -61,7 +62,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    result = bench.header("minivllm", "kernels", "cuda", args.commit)
+    if not torch.cuda.is_available():
+        parser.error("this needs a CUDA card")
+    result = bench.header("minivllm", "kernels", "cuda", args.commit or bench.commit_name(ROOT))
     quick = {"tokens": (1, 64, 256, 2048), "chain_tokens": (1, 32, 64, 128, 256)} if args.quick else {}
     with torch.inference_mode():
         result["linear"] = gemm_rows(ops.Linear, **quick)

@@ -90,6 +90,7 @@ WORKLOADS = {
         Workload("cpu_b8", 8, (16, 16), (128, 128), "cpu"),
     )
 }
+_HOME = Path(__file__).parents[1]  # where this package was imported from
 START = "start"  # the time to an engine that is ready; it has no requests
 
 
@@ -147,16 +148,13 @@ def machine_of(device: str) -> Machine | None:
     return CPU if os.cpu_count() == 2 else None
 
 
-def commit_name() -> str:
-    """Return the commit of the source, where it lies in a checkout."""
+def commit_name(home: Path = _HOME) -> str:
+    """Return the commit of the checkout that is at ``home``; another's, inside of which it lies, is not asked for."""
+    if not (home / ".git").exists():
+        return "unknown"
+    command = ["git", "rev-parse", "--short", "HEAD"]
     try:
-        out = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        out = subprocess.run(command, cwd=home, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return out.stdout.strip()
@@ -212,6 +210,7 @@ def minivllm_runner(engine: BatchEngine) -> Callable[[list[Request]], object]:
 
 _START = """
 import sys, time
+sys.path.insert(0, sys.argv[5])  # not what else lies in the current folder
 begin = time.perf_counter()
 from minivllm import BatchEngine
 BatchEngine  # imports torch
@@ -227,20 +226,15 @@ def measure_start(model: str, device: str, num_slots: int, runs: int, *, exact: 
     """Time fresh processes: the import, then an engine that is ready for its first prompt."""
     found = []
     for _ in range(runs):
-        command = [sys.executable, "-c", _START, model, device, str(num_slots), str(exact)]
+        command = [sys.executable, "-c", _START, model, device, str(num_slots), str(exact), str(_HOME)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"the engine did not start: {done.stderr.strip()[-300:]}")
+            told = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+            raise RuntimeError(f"the engine did not start: {told[-1]}")
         imported, ready = (float(x) for x in done.stdout.split())
         found.append((imported + ready, imported, ready))
-    found.sort()
-    total, imported, ready = found[len(found) // 2]
-    return {
-        "s": round(total, 3),
-        "runs": [round(f[0], 3) for f in found],
-        "import_s": round(imported, 3),
-        "engine_s": round(ready, 3),
-    }
+    total, imported, ready = (round(statistics.median(times), 3) for times in zip(*found, strict=True))
+    return {"s": total, "runs": [round(f[0], 3) for f in found], "import_s": imported, "engine_s": ready}
 
 
 def header(engine: str, model: str, device: str, commit: str | None) -> dict[str, Any]:

@@ -103,7 +103,9 @@ def build_parser() -> Parser:
     bench.add_argument("--device", help="cpu or cuda (default: cuda where there is a card)")
     add_exact(bench)
     bench.add_argument(
-        "--output", metavar="FILE", help="write the figures as JSON; workloads already in it are replaced"
+        "--output",
+        metavar="FILE",
+        help="write the figures as JSON; others in it stay where card and commit are the same",
     )
     bench.add_argument("--commit", help="written beside the figures (default: git's)")
     bench.add_argument("--json", action="store_true", help="print JSON in place of a table")

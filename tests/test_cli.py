@@ -304,6 +304,25 @@ def test_bench_writes_figures(run, model, tmp_path, monkeypatch):
     assert found["workloads"]["start"]["s"] > 0
 
 
+def test_the_start_that_is_measured_is_this_package_s(model, tmp_path, monkeypatch):
+    (tmp_path / "minivllm").mkdir()
+    (tmp_path / "minivllm/__init__.py").write_text("raise ImportError('another')")
+    monkeypatch.chdir(tmp_path)
+    figure = bench.measure_start(str(model), "cpu", 1, 2)
+    assert len(figure["runs"]) == 2 and min(figure["runs"]) <= figure["s"] <= max(figure["runs"])
+    with pytest.raises(RuntimeError, match=r"did not start: \w+Error: .*nowhere"):
+        bench.measure_start(str(tmp_path / "nowhere"), "cpu", 1, 1)
+
+
+def test_another_checkout_s_commit_is_not_this_one_s(tmp_path):
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "-C", tmp_path, *identity, "commit", "-q", "--allow-empty", "-m", "a"], check=True)
+    (tmp_path / "site-packages").mkdir()
+    assert bench.commit_name(tmp_path / "site-packages") == "unknown"
+    assert len(bench.commit_name(tmp_path)) >= 7
+
+
 def test_bench_refuses_at_once_what_cannot_be_measured(run, model, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "run_minivllm", lambda *_, **__: 1 / 0)
     file = tmp_path / "notes.txt"

@@ -62,7 +62,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def write(file: Path, result: dict[str, Any]) -> None:
-    """Write figures; those of other workloads that the file holds stay, with the date and commit they have."""
+    """Write figures; those of other workloads stay where the file's are of the same card, commit, torch and model."""
     old = _read(file)
     if all(old.get(key) == result[key] for key in ("card", "commit", "torch", "engine", "model")):
         result["workloads"] = {**old["workloads"], **result["workloads"]}
