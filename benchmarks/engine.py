@@ -20,6 +20,7 @@ import torch
 
 from minivllm import bench
 from minivllm.commands.bench import check_output, write
+from minivllm.commands.options import check_device
 from minivllm.loader import resolve_model
 from minivllm.random_model import model_path
 
@@ -94,32 +95,38 @@ def main() -> None:
     args = parser.parse_args()
     if not args.exact and args.engine != "minivllm":
         parser.error("--no-exact is for minivllm")
-    output = args.output
-    if output is None and args.engine == "minivllm":
-        kind = "h200" if "H200" in bench.card_name(args.device) else args.device
-        output = RESULTS / f"{kind}{'' if args.exact else '-no-exact'}.json"
-    if output is not None:
-        try:
-            check_output(output)
-        except (OSError, ValueError) as error:
-            parser.error(str(error))
     try:
+        if args.output is not None:
+            check_output(args.output)
+        if args.runs < 1:
+            raise ValueError(f"--runs must be at least 1, not {args.runs}")
+        check_device(args.device)
         path = str(resolve_model(model_path(args.model)))
         names = bench.choose(args.workloads, args.device)
         if args.engine != "minivllm":
             importlib.import_module(args.engine)
+        commit = args.commit or bench.commit_name(Path(__file__).parents[1])
+        engine = bench.engine_name(args.exact) if args.engine == "minivllm" else args.engine
+        result = bench.header(engine, args.model, args.device, commit)
+        output = args.output
+        if output is None and args.engine == "minivllm":
+            kind = "h200" if "H200" in result["card"] else args.device
+            output = RESULTS / f"{kind}{'' if args.exact else '-no-exact'}.json"
+            if output.is_file() and json.loads(output.read_bytes()).get("model") != result["model"]:
+                raise ValueError(f"{output} is of another model: give --output")
+            check_output(output)
     except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
-    commit = args.commit or bench.commit_name(Path(__file__).parents[1])
-    engine = bench.engine_name(args.exact) if args.engine == "minivllm" else args.engine
-    result = bench.header(engine, args.model, args.device, commit)
     print(f"{engine} on {result['card']}, torch {result['torch']}\n{bench.TABLE_HEAD}", flush=True)
 
     def told(name: str, figure: dict[str, Any]) -> None:
+        result["workloads"][name] = figure
         print(bench.line(name, figure), flush=True)
+        if output is not None:
+            write(output, result)
 
     if args.engine == "minivllm":
-        result["workloads"] = bench.run_minivllm(path, names, args.runs, args.device, told, exact=args.exact)
+        bench.run_minivllm(path, names, args.runs, args.device, told, exact=args.exact)
     else:
         run = {"vllm": vllm_runner, "transformers": transformers_runner}[args.engine](path, args.device)
         vocab_size = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
@@ -131,9 +138,7 @@ def main() -> None:
             floor = bench.floor_of(path, name, args.device)
             figure = bench.summary(seconds, bench.WORKLOADS[name], requests, floor)
             told(name, figure)
-            result["workloads"][name] = figure
     if output is not None:
-        write(output, result)
         print(f"written to {output}")
 
 

@@ -252,7 +252,7 @@ struct CopyWordsParams {
 // logits' = ((logits + bias) with penalties) / temperature, then min-p, top-k, top-p as vLLM
 // defines them; the draw is the arg-max of logits' + Gumbel noise keyed by (seed, sample, position,
 // token id), never by slot or step. Greedy rows take the arg-max; ties go to the lowest id. A row
-// with a NaN, or with no finite logit, gives token -1.
+// with a NaN, or with no logit above -inf, gives token -1.
 struct SampleParams {
   const float* logits;  // [num_rows, vocab_size], rows logits_stride apart; not written
   int64_t logits_stride;

@@ -176,7 +176,7 @@ class StopChecker:
     def __init__(self, stop: Sequence[str] = (), include_stop_str_in_output: bool = False) -> None:
         if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
             raise ValueError(f"stop must hold strings that are not empty, not {stop!r}")
-        self._stop = tuple(stop)
+        self._stops = [_Progress(text) for text in stop]
         self._include = include_stop_str_in_output
         self._held = ""
         self._found: str | None = None
@@ -191,17 +191,17 @@ class StopChecker:
         """
         if self._found is not None:
             return "", self._found
-        if not self._stop:
+        if not self._stops:
             return text, None
-        text = self._held + text
-        matches = [(start + len(s), start, s) for s in self._stop if (start := text.find(s)) >= 0]
-        if matches:
-            end, start, self._found = min(matches)
+        whole = self._held + text
+        ends = [(end + len(self._held), stop.text) for stop in self._stops if (end := stop.push(text))]
+        if ends:
+            end, start, self._found = min((end, end - len(found), found) for end, found in ends)
             self._held = ""
-            return text[: end if self._include else start], self._found
-        keep = max(_overlap(text, s) for s in self._stop)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
+            return whole[: end if self._include else start], self._found
+        keep = max(stop.matched for stop in self._stops)
+        self._held = whole[len(whole) - keep :]
+        return whole[: len(whole) - keep], None
 
     def flush(self) -> str:
         """Return what was held back because a stop string could have begun there."""
@@ -209,9 +209,35 @@ class StopChecker:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that `stop` begins with."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+class _Progress:
+    """How much of a stop string the text ends with; a character costs little however much that is.
+
+    The algorithm of Knuth, Morris and Pratt (https://doi.org/10.1137/0206024), whose table grows with the match.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0  # characters
+        self._borders = [0]  # of the first n characters at n - 1: the longest that they begin and end with
+
+    def push(self, piece: str) -> int:
+        """Go on; return the characters of the piece up to where the string is complete, or 0."""
+        text, matched = self.text, self.matched
+        for taken, char in enumerate(piece, 1):
+            while matched and text[matched] != char:
+                matched = self._border(matched)
+            if text[matched] == char:
+                matched += 1
+                if matched == len(text):
+                    return taken
+        self.matched = matched
+        return 0
+
+    def _border(self, length: int) -> int:
+        text, borders = self.text, self._borders
+        while len(borders) < length:
+            char, border = text[len(borders)], borders[-1]
+            while border and text[border] != char:
+                border = borders[border - 1]
+            borders.append(border + (text[border] == char))
+        return borders[length - 1]

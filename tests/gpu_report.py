@@ -17,7 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -64,16 +66,26 @@ def stamp(code: str) -> dict[str, str]:
     }
 
 
+def write_json(file: Path, value: object) -> None:
+    """Write a file whole or not at all."""
+    beside = file.with_suffix(".part")
+    beside.write_text(json.dumps(value, indent=2) + "\n")
+    beside.replace(file)
+
+
 def describe() -> str:
     """Say in a line what the last report holds and whether it is about this code."""
     if not REPORT.exists():
         return "There is no tests/gpu_report.json: `make gpu-report` on a machine with a card writes it."
-    report = json.loads(REPORT.read_text())
-    counts = ", ".join(f"{n} {outcome}" for outcome, n in report["counts"].items())
-    if left := report.get("not_run"):
-        counts += f", {len(left)} files not run"
-    seen = f"{report['card']}, {report['date']}, torch {report['torch']}: {counts}"
-    if report["hash"] == code_hash():
+    try:
+        report = json.loads(REPORT.read_text())
+        counts = ", ".join(f"{n} {outcome}" for outcome, n in report["counts"].items())
+        if left := report.get("not_run"):
+            counts += f", {len(left)} files not run"
+        seen, code = f"{report['card']}, {report['date']}, torch {report['torch']}: {counts}", report["hash"]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return "tests/gpu_report.json is damaged: `make gpu-report` on a machine with a card writes it anew."
+    if code == code_hash():
         return f"tests/gpu_report.json is of this code ({seen})."
     return f"tests/gpu_report.json is NOT of this code: csrc/ or the GPU tests changed since ({seen})."
 
@@ -113,10 +125,31 @@ def run_apart(file: Path, folder: str) -> tuple[int, dict[str, int]]:
     return done.returncode, json.loads(counts.read_text()) if counts.exists() else {"failed": 1}
 
 
+@contextmanager
+def stopping(pool: ThreadPoolExecutor) -> Iterator[ThreadPoolExecutor]:
+    """Give a pool that begins nothing more once an exception leaves the block, an interrupt above all."""
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
+def number_of_jobs(text: str) -> int:
+    """Read a number of at least 1."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
 def make_report(jobs: int) -> int:
     """Run the tests marked gpu, some files at a time, and write the report as they end; return the exit status."""
     before, total = code_hash(), Tally().counts
-    took = json.loads(REPORT.read_text()).get("seconds", {}) if REPORT.exists() else {}
+    try:
+        took = json.loads(REPORT.read_text())["seconds"]
+    except (OSError, ValueError, LookupError, TypeError):
+        took = {}
     # Only the files that hold GPU tests are read: the rest may need packages that are not there. The slowest first.
     files = [path for path in covered_files() if path.name.startswith("test_")]
     files.sort(key=lambda file: -took.get(file.name, math.inf))
@@ -128,7 +161,7 @@ def make_report(jobs: int) -> int:
         code, counts = run_apart(file, folder)
         return file, time.monotonic() - begun, code, counts
 
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+    with tempfile.TemporaryDirectory() as folder, stopping(ThreadPoolExecutor(jobs)) as pool:
         for done in as_completed([pool.submit(run, file) for file in files]):
             file, spent, code, counts = done.result()
             seconds[file.name] = round(spent, 1)
@@ -139,7 +172,7 @@ def make_report(jobs: int) -> int:
             left = [path.name for path in files if path.name not in seconds]
             if total["passed"]:
                 report = {**stamp(before), "counts": total, "not_run": left, "seconds": seconds}
-                REPORT.write_text(json.dumps(report, indent=2) + "\n")
+                write_json(REPORT, report)
     if not total["passed"]:
         print("No GPU test passed, so no report was written.", file=sys.stderr)
         return status or 1
@@ -151,7 +184,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="only say whether the report is of this code")
     parser.add_argument(
-        "--jobs", type=int, default=min(8, os.cpu_count() or 1), help="test files that run at the same time"
+        "--jobs", type=number_of_jobs, default=min(8, os.cpu_count() or 1), help="test files that run at the same time"
     )
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--counts", type=Path, help=argparse.SUPPRESS)
@@ -161,6 +194,8 @@ def main() -> int:
         return 0
     if args.run:
         return run_tests(args.run, args.counts)
+    if not torch.cuda.is_available():
+        parser.error(f"torch {torch.__version__} sees no CUDA card")
     return make_report(args.jobs)
 
 

@@ -8,17 +8,18 @@ finished, and so not clean.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from gpu_report import ROOT, RUNNING, code_hash, stamp
+import torch
+from gpu_report import ROOT, RUNNING, code_hash, number_of_jobs, stamp, stopping, write_json
 
 RESULTS = ROOT / "tests" / "gpu_sanitizers.json"
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -49,6 +50,7 @@ PARTS = {
     "draws": [*PYTEST, "tests/test_sampling.py", "-k", "draw_is_the_argmax or ties or padding or counts"],
     "log probabilities and state": [*PYTEST, "tests/test_logprobs.py"],
 }
+running: set[int] = set()  # processes, each the leader of its group
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed)")
 
 
@@ -78,6 +80,7 @@ def run(tool: str, part: str, library: str, seconds: int) -> str:
         text=True,
         start_new_session=True,
     )
+    running.add(process.pid)
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -85,6 +88,8 @@ def run(tool: str, part: str, library: str, seconds: int) -> str:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return f"not finished in {seconds} s"
+    finally:
+        running.discard(process.pid)
     found = SUMMARY.findall(output)
     if process.returncode == 0 and found and all(int(a or b) == 0 for a, b in found):
         return "clean"
@@ -98,21 +103,34 @@ def run(tool: str, part: str, library: str, seconds: int) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--jobs", type=int, default=min(15, os.cpu_count() or 1), help="parts that run at the same time"
+        "--jobs", type=number_of_jobs, default=min(15, os.cpu_count() or 1), help="parts that run at the same time"
     )
     parser.add_argument("--seconds", type=int, default=600, help="a part may take (default: 600)")
     args = parser.parse_args()
-    before = code_hash()
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        library = build_library(folder)
-        # The slowest first: racecheck.
-        jobs = {
-            (tool, part): pool.submit(run, tool, part, library, args.seconds)
-            for tool in sorted(TOOLS, key=lambda tool: tool != "racecheck")
-            for part in PARTS
-        }
-        results = {tool: {part: jobs[tool, part].result() for part in PARTS} for tool in TOOLS}
-    RESULTS.write_text(json.dumps({**stamp(before), "results": results}, indent=2) + "\n")
+    for tool in ("nvcc", "compute-sanitizer"):
+        if shutil.which(tool) is None:
+            parser.error(f"there is no {tool}")
+    if not torch.cuda.is_available():
+        parser.error(f"torch {torch.__version__} sees no CUDA card")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    head = stamp(code_hash())
+    results = {tool: dict.fromkeys(PARTS, "not run") for tool in TOOLS}
+    try:
+        with tempfile.TemporaryDirectory() as folder, stopping(ThreadPoolExecutor(args.jobs)) as pool:
+            library = build_library(folder)
+            # The slowest first: racecheck.
+            jobs = {
+                pool.submit(run, tool, part, library, args.seconds): (tool, part)
+                for tool in sorted(TOOLS, key=lambda tool: tool != "racecheck")
+                for part in PARTS
+            }
+            for job in as_completed(jobs):
+                tool, part = jobs[job]
+                results[tool][part] = job.result()
+                write_json(RESULTS, {**head, "results": results})
+    finally:
+        for pid in list(running):
+            os.killpg(pid, signal.SIGKILL)
     unclean = [f"{tool}: {part}: {what}" for tool in TOOLS for part, what in results[tool].items() if what != "clean"]
     print("\n".join(unclean) or "clean", flush=True)
     return bool(unclean)

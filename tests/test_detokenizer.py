@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import doctest
 from itertools import pairwise
 
@@ -117,6 +118,17 @@ def test_first_complete_stop_string_wins() -> None:
     assert stopped(["abcd"], ["abcd", "bc"]) == ("a", "bc")
     assert stopped(["abc"], ["bc", "abc"]) == ("", "abc")
     assert stopped(["x"], []) == ("x", None)
+
+
+def test_long_stop_strings_that_almost_match_cost_little() -> None:
+    """Each of the texts is held back whole; looked for anew at every piece they would take minutes."""
+    length = 20_000
+    checker = StopChecker(["#" * (length + i) + "A" for i in range(16)])
+    begun = time.perf_counter()
+    for _ in range(length):
+        assert checker.push("#") == ("", None)
+    assert checker.push("B") == ("#" * length + "B", None)
+    assert time.perf_counter() - begun < 10
 
 
 def test_stop_strings_are_checked() -> None:

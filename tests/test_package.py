@@ -219,6 +219,35 @@ def test_the_gpu_report_fails_where_a_process_crashed(monkeypatch, tmp_path):
     assert gpu_report.make_report(1) == 0, "a file without GPU tests is no failure"
 
 
+@pytest.mark.parametrize("held", ["{", "", "[]", '{"card": "x"}', '{"counts": 3}'])
+def test_a_damaged_gpu_report_is_said_to_be_one(monkeypatch, tmp_path, held):
+    monkeypatch.setattr(gpu_report, "REPORT", tmp_path / "report.json")
+    gpu_report.REPORT.write_text(held)
+    assert "is damaged" in gpu_report.describe()
+    monkeypatch.setattr(gpu_report, "covered_files", lambda: [tmp_path / "test_a.py"])
+    monkeypatch.setattr(gpu_report, "code_hash", lambda: "f" * 64)
+    monkeypatch.setattr(gpu_report, "run_apart", lambda file, folder: (0, {"passed": 1}))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    assert gpu_report.make_report(1) == 0
+    assert "1 passed" in gpu_report.describe()
+
+
+def test_an_interrupt_ends_the_gpu_report(monkeypatch, tmp_path):
+    begun = []
+
+    def run(file, folder):
+        begun.append(file)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_report, "covered_files", lambda: [tmp_path / f"test_{i}.py" for i in range(50)])
+    monkeypatch.setattr(gpu_report, "code_hash", lambda: "f" * 64)
+    monkeypatch.setattr(gpu_report, "REPORT", tmp_path / "report.json")
+    monkeypatch.setattr(gpu_report, "run_apart", run)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_report.make_report(1)
+    assert len(begun) < 50
+
+
 def test_the_gpu_report_names_what_was_not_run(monkeypatch, tmp_path):
     files = [tmp_path / f"test_{name}.py" for name in "abc"]
 

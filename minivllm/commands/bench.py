@@ -28,17 +28,18 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         print(bench.TABLE_HEAD, flush=True)
 
+    result = bench.header(bench.engine_name(args.exact), args.model, device, args.commit)
+
     def told(name: str, figure: dict[str, Any]) -> None:
+        result["workloads"][name] = figure
         if not args.json:
             print(bench.line(name, figure), flush=True)
+        if args.output is not None:
+            write(Path(args.output), result)
 
-    figures = bench.run_minivllm(path, names, args.runs, device, told, exact=args.exact)
-    result = bench.header(bench.engine_name(args.exact), args.model, device, args.commit)
-    result["workloads"] = figures
+    bench.run_minivllm(path, names, args.runs, device, told, exact=args.exact)
     if args.json:
         print(json.dumps(result, indent=2))
-    if args.output is not None:
-        write(Path(args.output), result)
     return 0
 
 
@@ -47,7 +48,15 @@ def check_output(file: Path) -> None:
     if file.is_dir():
         raise ValueError(f"--output {file} is a directory, and a file is wanted")
     _read(file)
+    if file.exists() and not file.is_file():
+        raise ValueError(f"--output {file} is no file")
     file.parent.mkdir(parents=True, exist_ok=True)
+    _beside(file).write_bytes(b"")
+    _beside(file).unlink()
+
+
+def _beside(file: Path) -> Path:
+    return file.with_name(f"{file.name}.part")
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -65,6 +74,6 @@ def write(file: Path, result: dict[str, Any]) -> None:
     """Write figures; those of other workloads stay where the file's are of the same card, commit, torch and model."""
     old = _read(file)
     if all(old.get(key) == result[key] for key in ("card", "commit", "torch", "engine", "model")):
-        result["workloads"] = {**old["workloads"], **result["workloads"]}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        result = {**result, "workloads": {**old["workloads"], **result["workloads"]}}
+    _beside(file).write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    _beside(file).replace(file)  # whole or not at all

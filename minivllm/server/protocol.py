@@ -196,7 +196,7 @@ class ChatBody(Body):
             raise BadRequestError("only text is served", "modalities")
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-        reserved = {"messages", "tools", "add_generation_prompt"} & set(self.chat_template_kwargs or {})
+        reserved = {"self", "messages", "tools", "add_generation_prompt"} & set(self.chat_template_kwargs or {})
         if reserved:
             raise BadRequestError(f"chat_template_kwargs may not set {sorted(reserved)[0]}", "chat_template_kwargs")
         try:

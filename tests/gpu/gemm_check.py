@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -83,7 +84,9 @@ def build() -> ctypes.CDLL:
     if not library.exists():
         with ThreadPoolExecutor() as pool:
             objects = list(pool.map(compile_one, sources))
-        subprocess.run(["nvcc", "-shared", "-o", str(library), *objects], check=True)
+        linked = folder / f"gemm.{os.getpid()}.so"  # an interrupted link leaves no library behind
+        subprocess.run(["nvcc", "-shared", "-o", str(linked), *objects], check=True)
+        linked.replace(library)
     loaded = ctypes.CDLL(str(library))
     pointer, wide = ctypes.c_void_p, ctypes.c_int64
     loaded.gemm.argtypes = [pointer] * 4 + [wide] * 5 + [ctypes.c_int] * 3 + [pointer, wide, pointer, pointer]
