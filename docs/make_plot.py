@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -87,7 +88,15 @@ def _time(seconds: float) -> str:
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no figures")
+    return found
 
 
 def _span(bounds: tuple[int, int]) -> str:
@@ -173,7 +182,8 @@ def draw_panel(panel: Panel, left: int, top: int, width: int) -> list[str]:
     writing = max([0] + [len(bar.text) for _, bars in panel.rows for bar in bars]) * 6.6 + 10
     # So that what is written behind the longest bar fits; a bar's end is where its text begins.
     scale = (room - writing) / longest
-    step = next(s for s in (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0) if s * scale >= 44)
+    steps = (0.25, 0.5, *(m * 10.0**n for n in range(9) for m in (1, 2, 5)))
+    step = next((s for s in steps if s * scale >= 44), longest)
     bottom = top + panel.height - FOOT
     for i in range(int(longest / step + 1e-6) + 1):
         x = start + i * step * scale
@@ -218,6 +228,8 @@ def render(results: Path = RESULTS) -> str:
     ours, rival, kernels = (_read(results / f"{name}.json") for name in ("h200", "vllm_h200", "h200_kernels"))
     if ours is None or rival is None:
         raise FileNotFoundError(f"{results} lacks h200.json or vllm_h200.json")
+    if (ours.get("engine"), ours.get("model")) != ("minivllm", "random:llama-3.2-1b"):
+        raise ValueError(f"{results / 'h200.json'} is of {ours.get('engine')} with {ours.get('model')}")
     panel = engine_panel(ours, rival)
     inner = WIDTH - 2 * EDGE
     parts = draw_panel(panel, EDGE, EDGE, inner)
@@ -245,5 +257,7 @@ def render(results: Path = RESULTS) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        sys.exit(__doc__)
     OUTPUT.write_text(render(), encoding="utf-8")
     print(OUTPUT.relative_to(ROOT))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import doctest
+import time
 from itertools import pairwise
 
 import pytest
