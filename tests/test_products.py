@@ -214,7 +214,12 @@ def test_the_flag_reaches_the_engine(monkeypatch, command):
 
 def test_figures_say_whether_they_were_exact(path, monkeypatch, tmp_path):
     given = []
-    monkeypatch.setattr(bench, "run_minivllm", lambda *_, exact: given.append(exact) or {})
+
+    def run(path, names, runs, device, told, *, exact):
+        given.append(exact)
+        told("start", {"s": 1.0, "runs": [1.0], "import_s": 0.5, "engine_s": 0.5})
+
+    monkeypatch.setattr(bench, "run_minivllm", run)
     for flags in ([], ["--no-exact"]):
         how = ["bench", str(path), "--device", "cpu", "--output", str(tmp_path / "figures.json"), *flags]
         assert main(how) == 0
