@@ -14,12 +14,11 @@ import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from minivllm import bench
-from minivllm.commands.bench import check_output, write
+from minivllm.commands.bench import check_output, check_runs, recorder
 from minivllm.commands.options import check_device
 from minivllm.loader import resolve_model
 from minivllm.random_model import model_path
@@ -98,8 +97,7 @@ def main() -> None:
     try:
         if args.output is not None:
             check_output(args.output)
-        if args.runs < 1:
-            raise ValueError(f"--runs must be at least 1, not {args.runs}")
+        check_runs(args.runs)
         check_device(args.device)
         path = str(resolve_model(model_path(args.model)))
         names = bench.choose(args.workloads, args.device)
@@ -112,19 +110,14 @@ def main() -> None:
         if output is None and args.engine == "minivllm":
             kind = "h200" if "H200" in result["card"] else args.device
             output = RESULTS / f"{kind}{'' if args.exact else '-no-exact'}.json"
+            check_output(output)
             if output.is_file() and json.loads(output.read_bytes()).get("model") != result["model"]:
                 raise ValueError(f"{output} is of another model: give --output")
-            check_output(output)
     except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
     print(f"{engine} on {result['card']}, torch {result['torch']}\n{bench.TABLE_HEAD}", flush=True)
 
-    def told(name: str, figure: dict[str, Any]) -> None:
-        result["workloads"][name] = figure
-        print(bench.line(name, figure), flush=True)
-        if output is not None:
-            write(output, result)
-
+    told = recorder(result, output)
     if args.engine == "minivllm":
         bench.run_minivllm(path, names, args.runs, args.device, told, exact=args.exact)
     else:

@@ -9,7 +9,6 @@ benchmarks/results/h200_kernels.json on an H200, elsewhere with --output.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import kernels_attention
@@ -17,6 +16,7 @@ import torch
 from kernels_gemm import gemm_rows
 
 from minivllm import _extension, bench, ops
+from minivllm.commands.bench import check_output, write
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -65,6 +65,12 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("this needs a CUDA card")
     result = bench.header("minivllm", "kernels", "cuda", args.commit or bench.commit_name(ROOT))
+    output = args.output or (RESULTS / "h200_kernels.json" if "H200" in result["card"] else None)
+    try:
+        if output is not None:
+            check_output(output)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     quick = {"tokens": (1, 64, 256, 2048), "chain_tokens": (1, 32, 64, 128, 256)} if args.quick else {}
     with torch.inference_mode():
         result["linear"] = gemm_rows(ops.Linear, **quick)
@@ -75,9 +81,8 @@ def main() -> None:
         result["small"] = small_rows()
     for row in result["attention"] + result["small"]:
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-    output = args.output or (RESULTS / "h200_kernels.json" if "H200" in result["card"] else None)
     if output is not None:
-        output.write_text(json.dumps(result, indent=1) + "\n")
+        write(output, result)
 
 
 if __name__ == "__main__":

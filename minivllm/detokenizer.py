@@ -193,8 +193,8 @@ class StopChecker:
             return "", self._found
         if not self._stops:
             return text, None
-        whole = self._held + text
-        ends = [(end + len(self._held), stop.text) for stop in self._stops if (end := stop.push(text))]
+        whole, held = self._held + text, len(self._held)
+        ends = [(held + end, stop.text) for stop in self._stops if (end := stop.push(text))]
         if ends:
             end, start, self._found = min((end, end - len(found), found) for end, found in ends)
             self._held = ""

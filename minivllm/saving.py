@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from minivllm.intake import RequestMaker
 from minivllm.loader import stored_tensors
 from minivllm.request import Logprob, Logprobs, SamplingParams, shown
 from minivllm.sequence import Request, Sequence
+from minivllm.whole_file import written_whole
 
 _FORMAT = "minivllm-request-2"
 _MAX_SAMPLE = 2**31 - 1 - 2**20  # an int32 on the device, with room for further branches
@@ -96,14 +96,11 @@ def save(request: Request, path: Path, kv: Tensor | None, own: dict[str, str]) -
         tensors["kv"] = kv
     if path.is_dir() or not path.parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: it is a directory, or is to be in one that does not exist")
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        save_file(tensors, partial, metadata={"format": _FORMAT, **own, "request": json.dumps(state)})
-        os.replace(partial, path)
+        with written_whole(path) as partial:
+            save_file(tensors, partial, metadata={"format": _FORMAT, **own, "request": json.dumps(state)})
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _whole(state: dict[str, Any], name: str, low: int, high: int) -> int:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from minivllm.commands.options import check_device
+from minivllm.whole_file import written_whole
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write down."""
-    if args.runs < 1:
-        raise ValueError(f"--runs must be at least 1, not {args.runs}")
-    if args.output is not None:
-        check_output(Path(args.output))
+    output = None if args.output is None else Path(args.output)
+    check_runs(args.runs)
+    if output is not None:
+        check_output(output)
     from minivllm import bench
     from minivllm.config import ModelConfig
     from minivllm.loader import resolve_model
@@ -30,17 +33,33 @@ def run(args: argparse.Namespace) -> int:
 
     result = bench.header(bench.engine_name(args.exact), args.model, device, args.commit)
 
-    def told(name: str, figure: dict[str, Any]) -> None:
-        result["workloads"][name] = figure
-        if not args.json:
-            print(bench.line(name, figure), flush=True)
-        if args.output is not None:
-            write(Path(args.output), result)
-
+    told = recorder(result, output, shown=not args.json)
     bench.run_minivllm(path, names, args.runs, device, told, exact=args.exact)
     if args.json:
         print(json.dumps(result, indent=2))
     return 0
+
+
+def recorder(
+    result: dict[str, Any], output: Path | None, *, shown: bool = True
+) -> Callable[[str, dict[str, Any]], None]:
+    """Return what takes each workload's figures as they come: into the result, onto the screen, into the file."""
+    from minivllm import bench
+
+    def told(name: str, figure: dict[str, Any]) -> None:
+        result["workloads"][name] = figure
+        if shown:
+            print(bench.line(name, figure), flush=True)
+        if output is not None:
+            write(output, result)
+
+    return told
+
+
+def check_runs(runs: int) -> None:
+    """Refuse fewer runs than one."""
+    if runs < 1:
+        raise ValueError(f"--runs must be at least 1, not {runs}")
 
 
 def check_output(file: Path) -> None:
@@ -51,12 +70,7 @@ def check_output(file: Path) -> None:
     if file.exists() and not file.is_file():
         raise ValueError(f"--output {file} is no file")
     file.parent.mkdir(parents=True, exist_ok=True)
-    _beside(file).write_bytes(b"")
-    _beside(file).unlink()
-
-
-def _beside(file: Path) -> Path:
-    return file.with_name(f"{file.name}.part")
+    tempfile.TemporaryFile(dir=file.parent).close()
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -75,5 +89,5 @@ def write(file: Path, result: dict[str, Any]) -> None:
     old = _read(file)
     if all(old.get(key) == result[key] for key in ("card", "commit", "torch", "engine", "model")):
         result = {**result, "workloads": {**old["workloads"], **result["workloads"]}}
-    _beside(file).write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    _beside(file).replace(file)  # whole or not at all
+    with written_whole(file) as partial:
+        partial.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
