@@ -55,7 +55,8 @@ _NO_WORK = Work([], [], 0, [])
 
 @dataclass
 class Step:
-    """Show one step. Times in seconds, ``start`` since the engine was made; ``device_time`` None until collected.
+    """Show one step. Times in seconds, ``start`` since the engine was made; ``device_time`` None until collected and where
+    nothing was launched.
 
     ``blocks_taken`` and ``blocks_given`` count changes of owners; ``queued`` and ``free_blocks`` are left after it.
     ``admitted``, ``ended`` and ``preempted`` hold (slot, request, sample), the ended ones the reason too; their slot is

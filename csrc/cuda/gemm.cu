@@ -232,7 +232,8 @@ GemmConfig choose_shape(const LinearParams& p, int num_sms) {
 Task task_of(const LinearParams& p, const GemmConfig& config) {
   const bool one_warpgroup =
       config.warpgroups == 1 && config.sharing == Sharing::kNone && config.chunks != Chunks::kAdded;
-  if (p.bias != nullptr || (one_warpgroup && p.num_tokens > kTileTokens)) return Task::kAnything;
+  const bool one_token_tile = p.num_tokens <= kTileTokens && p.n % config.columns == 0;
+  if (p.bias != nullptr || (one_warpgroup && !one_token_tile)) return Task::kAnything;
   if (p.partials != nullptr) return Task::kLeaveSums;
   const bool normed = p.square_sums != nullptr;
   if (p.weighted != nullptr) return normed ? Task::kAnything : Task::kWeigh;

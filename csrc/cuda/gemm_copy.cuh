@@ -27,9 +27,11 @@ struct Shape {
   static constexpr bool kSums = kChunks_ == Chunks::kAdded;
   static constexpr bool kSplit = kChunks_ == Chunks::kSplit;
   static constexpr Task kTask = kTask_;
-  // Those of one warpgroup that are compiled for one task are chosen for up to 64 tokens only.
+  // Those of one warpgroup that are compiled for one task are chosen for up to 64 tokens and whole
+  // tiles of columns only.
   static constexpr bool kOneTokenTile =
       kTask != Task::kAnything && kTokens == kTileTokens && kShare == 1 && !kSums;
+  static constexpr bool kMayHaveChunks = kTask == Task::kAnything || kTask == Task::kLeaveSums;
   static_assert(!kSplit || (kWarpgroups == 1 && kShare == 1));
   static constexpr int kCtas = kSplit ? kSplitCtas : kShare;  // of a cluster
   // Sums that the CTAs of a split put for each other: 16 rows of each one's chunk.
@@ -112,7 +114,7 @@ struct Cursor {
     int chunk = 0, flat = unit;
     if constexpr (S::kSplit) {
       chunk = blockIdx.x % kSplitCtas;
-    } else if (p.chunks > 1) {
+    } else if (S::kMayHaveChunks && p.chunks > 1) {
       chunk = unit % p.chunks;
       flat = unit / p.chunks;
     }
@@ -139,7 +141,7 @@ struct Cursor {
 // How one operand's part of a tile's stages is copied: half of it by each CTA where they share it,
 // half of the k-blocks, or half of the rows where there is one k-block. Worked out once a tile: the
 // copying thread has few clocks for a stage, and few registers.
-template <int kBlocks, int kShare>
+template <int kBlocks, int kShare, bool kAlwaysWhole>
 struct Source {
   static_assert(kBlocks == 1 || kBlocks % kShare == 0);
   int row;     // first to copy
@@ -152,7 +154,7 @@ struct Source {
     // Not max(0, min(stage_rows, left)) == stage_rows: of that ptxas 13.0 makes a VIMNMX.RELU, and
     // of the comparison a predicate of it that is the same for left on the right: one is wrong.
     const int left = operand.end - first;
-    const bool is_whole = left >= stage_rows;
+    const bool is_whole = kAlwaysWhole || left >= stage_rows;
     const int rows = is_whole ? stage_rows : left > 0 ? operand.last_rows : 0;
     row = first, block = 0, offset = 0;
     lasts = is_whole ? 0 : left > 0 ? kBlocks : -1;
@@ -171,7 +173,7 @@ struct Source {
     return rows * kBlocks * sm90::kSwizzleRow;
   }
 
-  __device__ bool is_whole() const { return lasts == 0; }
+  __device__ bool is_whole() const { return kAlwaysWhole || lasts == 0; }
   // One box, of whole's if that is how the tile is copied.
   __device__ void load_box(const CUtensorMap* map, uint32_t to, uint32_t barrier, int at,
                            bool shared, uint64_t policy) const {
@@ -197,7 +199,7 @@ struct Source {
 template <typename S>
 struct Walk {
   Cursor<S> at;
-  Source<S::kBlocks, S::kShare> x, weight;
+  Source<S::kBlocks, S::kShare, S::kOneTokenTile> x, weight;
   int block;  // of K, where the stage begins
   int bytes;  // of the stage
 
