@@ -29,6 +29,7 @@ PYBIND11_MODULE(_C, m) {
   define("embedding", &bindings::embedding);
   define("rms_norm", &bindings::rms_norm);
   define("weigh_rows", &bindings::weigh_rows);
+  define("embed_and_weigh", &bindings::embed_and_weigh);
   define("rope_kv", &bindings::rope_kv);
   define("prefill_attention", &bindings::prefill_attention);
   define("decode_attention", &bindings::decode_attention, py::arg("out"), py::arg("q"),

@@ -5,8 +5,9 @@
 
 namespace minivllm::bindings {
 
-inline void embedding(const Tensor& out, const Tensor& weight, const Tensor& token_ids,
-                      const OptionalTensor& slots, const OptionalTensor& last_tokens) {
+inline EmbeddingParams embedding_of(const Tensor& out, const Tensor& weight,
+                                    const Tensor& token_ids, const OptionalTensor& slots,
+                                    const OptionalTensor& last_tokens) {
   const int64_t num_tokens = token_ids.numel();
   CHECK_DENSE(weight, weight.scalar_type(), weight);
   if (weight.dim() != 2) fail("weight must have the shape [vocab_size, hidden_size]");
@@ -22,16 +23,21 @@ inline void embedding(const Tensor& out, const Tensor& weight, const Tensor& tok
     check_dense(*slots, "slots", at::kInt, weight);
     check_shape(*slots, "slots", "num_tokens", {num_tokens});
   }
-  const EmbeddingParams p{out.data_ptr(),
-                          weight.data_ptr(),
-                          ints(token_ids),
-                          data_or_null<int32_t>(slots),
-                          data_or_null<int32_t>(last_tokens),
-                          last_tokens.has_value() ? last_tokens->stride(0) : 0,
-                          num_tokens,
-                          hidden_size,
-                          weight.size(0),
-                          dtype_of(weight, "weight")};
+  return {out.data_ptr(),
+          weight.data_ptr(),
+          ints(token_ids),
+          data_or_null<int32_t>(slots),
+          data_or_null<int32_t>(last_tokens),
+          last_tokens.has_value() ? last_tokens->stride(0) : 0,
+          num_tokens,
+          hidden_size,
+          weight.size(0),
+          dtype_of(weight, "weight")};
+}
+
+inline void embedding(const Tensor& out, const Tensor& weight, const Tensor& token_ids,
+                      const OptionalTensor& slots, const OptionalTensor& last_tokens) {
+  const EmbeddingParams p = embedding_of(out, weight, token_ids, slots, last_tokens);
   LAUNCH(embedding, weight, p);
 }
 
@@ -80,11 +86,9 @@ inline void check_square_sums(const Tensor& square_sums, const char* name, int64
   check_shape(square_sums, name, "rows, columns / 64", {rows, columns / kNormColumns});
 }
 
-// The first half of an RMSNorm for the product after it; residual is written where there are
-// partials.
-inline void weigh_rows(const Tensor& weighted, const Tensor& square_sums, const Tensor& residual,
-                       const Tensor& weight, const OptionalTensor& partials) {
-  check_on_cuda(residual, "weigh_rows");
+inline WeighRowsParams weigh_rows_of(const Tensor& weighted, const Tensor& square_sums,
+                                     const Tensor& residual, const Tensor& weight,
+                                     const OptionalTensor& partials) {
   CHECK_DENSE(residual, residual.scalar_type(), residual);
   if (residual.dim() != 2) fail("residual must have the shape [num_rows, hidden_size]");
   const int64_t num_rows = residual.size(0), hidden_size = residual.size(1);
@@ -95,15 +99,34 @@ inline void weigh_rows(const Tensor& weighted, const Tensor& square_sums, const 
   check_square_sums(square_sums, "square_sums", num_rows, hidden_size, residual);
   int64_t num_partials = 0;
   const float* sums = partial_sums(partials, num_rows, hidden_size, residual, num_partials);
-  const WeighRowsParams p{weighted.data_ptr(),
-                          static_cast<float*>(square_sums.data_ptr()),
-                          residual.data_ptr(),
-                          weight.data_ptr(),
-                          sums,
-                          num_partials,
-                          num_rows,
-                          hidden_size,
-                          dtype_of(residual, "residual")};
+  return {weighted.data_ptr(),
+          static_cast<float*>(square_sums.data_ptr()),
+          residual.data_ptr(),
+          weight.data_ptr(),
+          sums,
+          num_partials,
+          num_rows,
+          hidden_size,
+          dtype_of(residual, "residual")};
+}
+
+// The first half of an RMSNorm for the product after it; residual is written where there are
+// partials.
+inline void weigh_rows(const Tensor& weighted, const Tensor& square_sums, const Tensor& residual,
+                       const Tensor& weight, const OptionalTensor& partials) {
+  check_on_cuda(residual, "weigh_rows");
+  const WeighRowsParams p = weigh_rows_of(weighted, square_sums, residual, weight, partials);
+  LAUNCH_CUDA(weigh_rows, residual, p);
+}
+
+// The same of rows that are looked up first; residual is written.
+inline void embed_and_weigh(const Tensor& weighted, const Tensor& square_sums,
+                            const Tensor& residual, const Tensor& norm_weight, const Tensor& weight,
+                            const Tensor& token_ids, const OptionalTensor& slots,
+                            const OptionalTensor& last_tokens) {
+  check_on_cuda(residual, "embed_and_weigh");
+  WeighRowsParams p = weigh_rows_of(weighted, square_sums, residual, norm_weight, OptionalTensor());
+  p.embedding = embedding_of(residual, weight, token_ids, slots, last_tokens);
   LAUNCH_CUDA(weigh_rows, residual, p);
 }
 

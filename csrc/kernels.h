@@ -199,15 +199,17 @@ struct LinearParams {
 };
 
 // The first half of an RMSNorm by itself (see kNormColumns), after residual += x where x is given
-// as a product's partial sums.
+// as a product's partial sums, or after residual = embedding.
 struct WeighRowsParams {
   void* weighted;         // [num_rows, hidden_size]: residual * weight, rounded
   float* square_sums;     // [num_rows, hidden_size / kNormColumns]
-  void* residual;         // [num_rows, hidden_size], contiguous; written where partials are given
+  void* residual;         // [num_rows, hidden_size], contiguous; written where it changes
   const void* weight;     // [hidden_size]
   const float* partials;  // [num_partials, num_rows, hidden_size], added in order; may be null
   int64_t num_partials, num_rows, hidden_size;
   DType dtype;
+  // Where its out, which is residual, is not null, the rows come from there; then no partials.
+  EmbeddingParams embedding = {};
 };
 
 // Per-slot state on the device: one int32 row a slot. The first words are these, the block table

@@ -35,6 +35,17 @@ def rms_norm(
 def weigh_rows(
     weighted: Tensor, square_sums: Tensor, residual: Tensor, weight: Tensor, partials: Tensor | None, /
 ) -> None: ...
+def embed_and_weigh(
+    weighted: Tensor,
+    square_sums: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    slots: Tensor | None,
+    last_tokens: Tensor | None,
+    /,
+) -> None: ...
 def rope_kv(
     q_out: Tensor,
     qkv: Tensor,

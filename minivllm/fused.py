@@ -45,8 +45,9 @@ def suits(model: Model) -> bool:
 def hidden_states(model: Model, inputs: Inputs, cache: Cache, keep_all: bool) -> Tensor:
     """Do what `minivllm.model.Model.forward` does."""
     eps, layers = model.config.rms_norm_eps, model.layers
-    residual = ops.embedding(model.embed, inputs.token_ids, inputs.slots, cache.last_tokens)
-    rows = ops.weigh_rows(residual, layers[0].input_norm)
+    residual, rows = ops.embed_and_weigh(
+        model.embed, layers[0].input_norm, inputs.token_ids, inputs.slots, cache.last_tokens
+    )
     for i, layer in enumerate(layers):
         q = _queries(model, layer.qkv, rows, inputs, cache, i)
         x, residual = model.attend(q, residual, inputs, cache, i, keep_all)

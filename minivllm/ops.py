@@ -39,6 +39,7 @@ from minivllm.sampling_ops import sample as sample
 from minivllm.sampling_ops import sample_workspace as sample_workspace
 from minivllm.sampling_ops import update_state as update_state
 from minivllm.split_norm import Weighed as Weighed
+from minivllm.split_norm import embed_and_weigh as embed_and_weigh
 from minivllm.split_norm import weigh_rows as weigh_rows
 
 if TYPE_CHECKING:
@@ -234,8 +235,9 @@ def decode_attention(
     workspace
         What ``attention_workspace`` gave: written to, and left as it was found.
     settled
-        ``embedding`` came after the last that wrote to ``slots``, ``seq_lens``, ``block_table`` or any key or value
-        but those of each sequence's last token, so that on a GPU all this may be read early.
+        ``embedding`` or ``embed_and_weigh`` came after the last that wrote to ``slots``, ``seq_lens``,
+        ``block_table`` or any key or value but those of each sequence's last token, so that on a GPU all this may be
+        read early.
 
     Returns
     -------

@@ -61,3 +61,35 @@ def weigh_rows(residual: Tensor, weight: Tensor, partials: Tensor | None = None)
     weighed = empty_weighed(residual)
     _C.weigh_rows(weighed.x, weighed.square_sums, residual, weight, partials)
     return weighed
+
+
+def embed_and_weigh(
+    weight: Tensor,
+    norm_weight: Tensor,
+    token_ids: Tensor,
+    slots: Tensor | None = None,
+    last_tokens: Tensor | None = None,
+) -> tuple[Tensor, Weighed]:
+    """Look tokens up and do the first half of an RMSNorm of their rows; for CUDA, in bfloat16 or float16.
+
+    Parameters
+    ----------
+    weight, token_ids, slots, last_tokens
+        As for `minivllm.ops.embedding`.
+    norm_weight
+        ``[hidden_size]``.
+
+    Returns
+    -------
+    tuple of Tensor and Weighed
+        Bitwise what `minivllm.ops.embedding` gives, and `weigh_rows` of that.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or alignment does not fit.
+    """
+    residual = torch.empty((token_ids.shape[0], weight.shape[1]), dtype=weight.dtype, device=weight.device)
+    weighed = empty_weighed(residual)
+    _C.embed_and_weigh(weighed.x, weighed.square_sums, residual, norm_weight, weight, token_ids, slots, last_tokens)
+    return residual, weighed

@@ -162,6 +162,8 @@ def test_no_product_of_the_cpu_has_half_a_norm_or_rope():
         ops.weigh_rows(residual, norm)
     with pytest.raises(ValueError, match="weigh_rows is for CUDA"):
         ops.weigh_rows(residual, norm, torch.ones(2, 3, 64))
+    with pytest.raises(ValueError, match="embed_and_weigh is for CUDA"):
+        ops.embed_and_weigh(square.weight.view(64, 64), norm, torch.zeros(3, dtype=torch.int32))
     with pytest.raises(ValueError, match="square_sums is for CUDA"):
         layer(x, square_sums=sums, eps=1e-5)
     with pytest.raises(ValueError, match="linear_residual_norm is for CUDA"):
@@ -180,7 +182,7 @@ def test_a_model_on_the_cpu_is_not_fused(path, dtype):
         assert model.fused is False
         assert not any(linear.uses_wgmma for layer in model.layers for linear in (layer.qkv, layer.o, layer.down))
         model.fused = True  # the choice is what keeps the CPU away from kernels that it does not have
-        with pytest.raises(RequestError, match="weigh_rows is for CUDA"):
+        with pytest.raises(RequestError, match="embed_and_weigh is for CUDA"):
             engine.generate([[5, 6, 7]], greedy(2))
 
 

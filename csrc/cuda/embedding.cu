@@ -1,6 +1,6 @@
 // out[t] = weight[id]: one block a token copies a row of bytes, in words as wide as the addresses
 // and the row's size allow.
-#include "common.cuh"
+#include "embedding.cuh"
 
 namespace minivllm::cuda {
 namespace {
@@ -15,13 +15,8 @@ __global__ void __launch_bounds__(kMaxThreads)
   pdl_wait();
   pdl_launch_dependents();
   const int64_t token = blockIdx.x;
-  int64_t id = p.token_ids[token];
-  if (id < 0 && p.last_tokens != nullptr) {
-    const int64_t slot = p.slots[token];
-    id = slot < 0 ? 0 : p.last_tokens[slot * p.last_tokens_stride];
-  }
-  if (id < 0 || id >= p.vocab_size) id = 0;
-  const Word* __restrict__ from = static_cast<const Word*>(p.weight) + id * words_per_row;
+  const Word* __restrict__ from =
+      static_cast<const Word*>(p.weight) + embedding_row(p, token) * words_per_row;
   Word* __restrict__ to = static_cast<Word*>(p.out) + token * words_per_row;
   for (int64_t i = threadIdx.x; i < words_per_row; i += blockDim.x) to[i] = from[i];
 }

@@ -13,6 +13,9 @@ constexpr int kBlock = 64;       // elements of K in a k-block: one swizzled row
 constexpr int kSteps = 4;        // k16 steps in a k-block
 constexpr int kMaxStages = 32;
 constexpr int kRowUnits = sm90::kSwizzleRow / 16;  // a row in the units of a descriptor
+// Of the output and the residual of staged tiles, 128 bytes wide: a warpgroup's part of it.
+constexpr int kChunkRows = 64;
+constexpr int kChunkBytes = kChunkRows * sm90::kSwizzleRow;
 
 constexpr int kSplitCtas = 4;  // of a cluster where each takes a chunk of K
 
@@ -42,7 +45,7 @@ struct Shape {
   static constexpr bool kStaged = kTokens > kTileTokens&& kN >= 128;
   // Floats of a thread that add up chunks in registers; where there are none for the others, these
   // are parked in shared memory while a chunk is multiplied.
-  static constexpr int kKept = !kSums ? 1 : kN == 256 ? 64 : kN / 2;
+  static constexpr int kKept = !kSums ? 1 : kN == 256 ? 80 : kN / 2;
   static constexpr int kParked = kSums ? kN / 2 - kKept : 0;
   // Registers for what the epilogue reads are free while a tile is multiplied.
   static constexpr bool kLoadsAhead = !kSums;
@@ -71,7 +74,7 @@ struct Operand {
 
 struct Problem {
   Operand x, weight;
-  CUtensorMap out;  // of staged tiles
+  CUtensorMap out;  // of staged tiles, in boxes of a warpgroup's chunk
   Output output;
   int stages;        // of the ring
   int tile_stages;   // stages that a tile takes
@@ -204,9 +207,10 @@ struct Walk {
   int bytes;  // of the stage
 
   __device__ explicit Walk(const Problem& p) : at(p) { find(p); }
+  // Past the last stage of a staged tile it is for the caller to go on: a residual may follow.
   __device__ void next_stage(const Problem& p) {
     block += S::kBlocks;
-    if (++at.stage == p.tile_stages) next_tile(p);
+    if (++at.stage == p.tile_stages && !S::kStaged) next_tile(p);
   }
   __device__ void next_tile(const Problem& p) {
     at.next_tile(p);
@@ -228,6 +232,23 @@ struct Walk {
   }
 };
 
+// The residual of a staged tile follows its last stage through the ring: a slot for the rows of
+// each warpgroup, in the weights' place, chunk by chunk.
+template <typename S>
+__device__ __forceinline__ void load_residual(const Problem& p, const Tile& tile, int warpgroup,
+                                              uint32_t to, uint32_t barrier) {
+  constexpr int kColumns = sm90::kSwizzleRow / 2;  // of a chunk
+  const int token = tile.token + warpgroup * kTileTokens;
+  const int columns = min(S::kN, p.output.n - tile.column);
+  const int chunks = token < p.output.num_tokens ? (columns + kColumns - 1) / kColumns : 0;
+  sm90::mbarrier_expect(barrier, max(chunks, 0) * kChunkBytes);
+  const uint64_t policy = sm90::evict_first_policy();
+#pragma unroll 1
+  for (int i = 0; i < chunks; ++i)
+    sm90::tma_load(to + i * kChunkBytes, &p.out, barrier, tile.column + i * kColumns, token, 0,
+                   policy);
+}
+
 template <typename S>
 __device__ __forceinline__ void produce(const Problem& p, uint32_t x_ring, uint32_t weight_ring,
                                         uint32_t full, uint32_t empty) {
@@ -242,20 +263,25 @@ __device__ __forceinline__ void produce(const Problem& p, uint32_t x_ring, uint3
     sm90::mbarrier_expect(full + 8 * slot, walk.bytes);
     walk.load_weight(p, weight_ring + slot * kWeightBytes, full + 8 * slot, weight_policy);
   };
+  // Of staged tiles the first at most: what follows it may be its residual.
+  const int ahead = S::kStaged ? min(p.stages, p.tile_stages) : p.stages;
   int filled = 0;
-  for (; filled < p.stages && !walk.at.done(p); ++filled) {
+  for (; filled < ahead && !walk.at.done(p); ++filled) {
     load_weight(filled);
     walk.next_stage(p);
   }
   sm90::prefetch_tensor_map(&p.x.whole);
   Walk<S> behind(p);  // the same stages' tokens
   pdl_wait();
-  for (int slot = 0; slot < p.stages && !behind.at.done(p); ++slot) {
+  for (int slot = 0; slot < ahead && !behind.at.done(p); ++slot) {
     behind.load_x(p, x_ring + slot * x_bytes, full + 8 * slot, x_policy);
     behind.next_stage(p);
   }
-  int slot = 0;
-  uint32_t parity = 0;
+  int slot = filled == p.stages ? 0 : filled;
+  uint32_t parity = filled == p.stages ? 0 : 1;  // of what was never filled, and has no wait
+  const auto next_slot = [&] {
+    if (++slot == p.stages) slot = 0, parity ^= 1;
+  };
   while (!walk.at.done(p)) {  // what is left of a tile
     const int left = p.tile_stages - walk.at.stage;
     if (walk.x.is_whole() && walk.weight.is_whole()) {
@@ -275,7 +301,7 @@ __device__ __forceinline__ void produce(const Problem& p, uint32_t x_ring, uint3
         walk.x.load_box(&p.x.whole, x_first + slot * x_bytes, barrier, x_block, share_x, x_policy);
         x_block += S::kBlocks;
         weight_block += S::kBlocks;
-        if (++slot == p.stages) slot = 0, parity ^= 1;
+        next_slot();
       }
     } else {
 #pragma unroll 1
@@ -284,15 +310,25 @@ __device__ __forceinline__ void produce(const Problem& p, uint32_t x_ring, uint3
         load_weight(slot);
         walk.load_x(p, x_ring + slot * x_bytes, full + 8 * slot, x_policy);
         walk.block += S::kBlocks;
-        if (++slot == p.stages) slot = 0, parity ^= 1;
+        next_slot();
+      }
+    }
+    if constexpr (S::kStaged) {
+      if (p.output.epilogue == Epilogue::kResidual) {
+#pragma unroll 1
+        for (int i = 0; i < S::kWarpgroups; ++i) {
+          sm90::mbarrier_wait(empty + 8 * slot, parity);
+          load_residual<S>(p, walk.at.tile, i, weight_ring + slot * kWeightBytes, full + 8 * slot);
+          next_slot();
+        }
       }
     }
     walk.next_tile(p);
   }
   if constexpr (S::kShare > 1) {  // the other CTA arrives at this one's barriers until its end
-    for (int i = 0; i < filled; ++i) {
+    for (int i = 0; i < p.stages; ++i) {
       sm90::mbarrier_wait(empty + 8 * slot, parity);
-      if (++slot == p.stages) slot = 0, parity ^= 1;
+      next_slot();
     }
   }
 }

@@ -19,15 +19,12 @@
 // Weights do not depend on the kernel before, so the ring is filled with them before pdl_wait.
 #pragma once
 
-#include "gemm_copy.cuh"
+#include "gemm_chunks.cuh"
 #include "gemm_fused.cuh"
 #include "gemm_leaders.cuh"
 #include "gemm_staged.cuh"
-#include "wgmma.cuh"
 
 namespace minivllm::cuda::gemm {
-
-constexpr int kParkedStride = sm90::kWarpgroupSize * static_cast<int>(sizeof(float));
 
 // The CTAs of a split give each other their chunks' sums: rank r gets those of warp r's 16 rows.
 // Returns whether this warp then holds whole sums, in the place of its own.
@@ -61,29 +58,6 @@ __device__ __forceinline__ bool exchange_sums(float (&acc)[S::kN / 2], uint32_t 
   return true;
 }
 
-// Adds a chunk's sums to those of the chunks before, in kept and at parked: what is parked comes
-// back into acc's tail.
-template <typename S>
-__device__ __forceinline__ void add_chunk_sums(float (&acc)[S::kN / 2], float (&kept)[S::kKept],
-                                               uint32_t parked, bool is_first) {
-#pragma unroll
-  for (int i = 0; i < S::kKept; ++i) kept[i] = is_first ? acc[i] : kept[i] + acc[i];
-  if (is_first) return;
-#pragma unroll
-  for (int i = S::kKept; i < S::kN / 2; i += 4) {
-    float v[4];
-    sm90::load_shared(v, parked + (i - S::kKept) * kParkedStride);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) acc[i + j] = v[j] + acc[i + j];
-  }
-}
-template <typename S>
-__device__ __forceinline__ void park_sums(const float (&acc)[S::kN / 2], uint32_t parked) {
-#pragma unroll
-  for (int i = S::kKept; i < S::kN / 2; i += 4)
-    sm90::store_shared(parked + (i - S::kKept) * kParkedStride, acc + i);
-}
-
 // The output as an instance for one task knows it: what other tasks would ask for folds away. That
 // this one does not ask for it is task_of's to say.
 template <Task kTask>
@@ -113,16 +87,11 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
                                         uint32_t staging, uint32_t full, uint32_t empty) {
   constexpr int kN = S::kN;
   decltype(auto) o = output_for<S::kTask>(p.output);
-  // Shuffled so that the compiler knows it to be the same in a warp: descriptors need that.
-  const int warpgroup =
-      S::kWarpgroups == 1 ? 0 : __shfl_sync(kFullMask, threadIdx.x / sm90::kWarpgroupSize, 0);
-  const int lane = threadIdx.x % kWarpSize;
-  const int warp = threadIdx.x % sm90::kWarpgroupSize / kWarpSize;
-  const uint32_t x_first =
-      sm90::descriptor_low(x_ring + warpgroup * kTileTokens * sm90::kSwizzleRow);
-  const uint32_t weight_first = sm90::descriptor_low(weight_ring);
-  const uint32_t x_block = p.x.stage_rows * kRowUnits;
-  constexpr uint32_t kWeightBlock = kN * kRowUnits;
+  constexpr int kWarps = sm90::kWarpgroupSize / kWarpSize;
+  const int warpgroup = S::kWarpgroups == 1 ? 0 : sm90::warp_index() / kWarps;
+  const int warp = sm90::warp_index() % kWarps, lane = threadIdx.x % kWarpSize;
+  Ring<S> ring(p, x_ring + warpgroup * kTileTokens * sm90::kSwizzleRow, weight_ring, full, empty,
+               lane);
   Cursor<S> tiles(p);
   const bool rope = o.epilogue == Epilogue::kRopeKv;
   [[maybe_unused]] RopeRows rope_rows;
@@ -135,7 +104,6 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
 
   const uint32_t buffers = staging + warpgroup * kExitBytes<S>;
   [[maybe_unused]] Exit exit{&p.out, buffers, warpgroup};
-  [[maybe_unused]] Ahead ahead;
   [[maybe_unused]] uint32_t old[kN / 4];
   [[maybe_unused]] uint32_t weights[kGroupPairs];
   split_norm::RowSums square_sums[2];
@@ -145,28 +113,12 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
   const bool leaders = S::kLeaders && o.leaders.leaders != nullptr;
   bool wanted = true;  // this tile's outputs, and not their leaders alone
   int looked_up = -1;  // the token that this is of
-  [[maybe_unused]] const uint32_t remote_empty =
-      S::kShare > 1 ? sm90::map_to_rank(empty, lane % S::kShare) : empty;
   float acc[kN / 2];
-  [[maybe_unused]] float kept[S::kKept];
-  int slot = 0, held = 0;
-  uint32_t parity = 0, x_slot = x_first, weight_slot = weight_first;
-  const auto release = [&](int from) {  // to the producers of all CTAs that copy into the slot
-    if constexpr (S::kShare == 1) {
-      if (lane == 0) sm90::mbarrier_arrive(empty + 8 * from);
-    } else {
-      if (lane < S::kShare) sm90::mbarrier_arrive_remote(remote_empty + 8 * from);
-    }
-  };
   for (; !tiles.done(p); tiles.next_tile(p)) {
     const Place at = {tiles.tile.token + warpgroup * kTileTokens, tiles.tile.column, warp, lane};
     // What the epilogue reads travels while the tile is multiplied, where there are registers.
     const auto load_ahead = [&] {
-      if constexpr (S::kStaged) {
-        if (!residual) return;
-        load_chunk<T>(ahead.old[0], o, at, 0);
-        load_chunk<T>(ahead.old[1], o, at, 1);
-      } else {
+      if constexpr (!S::kStaged) {
         if (residual) load_pairs<T, kN>(old, o, at);
         if constexpr (S::kFuses) {
           if (o.weighted != nullptr) load_weights<T>(weights, o, at);
@@ -190,49 +142,23 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
         scaled = at.token;
       }
     }
-    const int chunk_stages = S::kSums ? p.chunk_stages : p.tile_stages;
-    for (int first = 0; first < p.tile_stages; first += chunk_stages) {
+    if constexpr (S::kSums) {
+      multiply_chunks<T>(acc, ring, p, exit);
+    } else {
 #pragma unroll
       for (int i = 0; i < kN / 2; ++i) acc[i] = 0.0f;
-      for (int stage = 0; stage < chunk_stages; ++stage) {
-        sm90::mbarrier_wait(full + 8 * slot, parity);
-        sm90::pin_registers(acc);
-        sm90::wgmma_fence();
-#pragma unroll
-        for (int block = 0; block < S::kBlocks; ++block) {
-#pragma unroll
-          for (int step = 0; step < kSteps; ++step) {
-            sm90::wgmma<T>(acc, sm90::descriptor(x_slot + 2 * step),
-                           sm90::descriptor(weight_slot + 2 * step), 1);
-          }
-          x_slot += x_block;
-          weight_slot += kWeightBlock;
-        }
-        sm90::wgmma_commit();
+      for (int stage = 0; stage < p.tile_stages; ++stage) {
+        ring.wait();
+        ring.template multiply<T>(acc);
         if (stage > 0) {
           sm90::wgmma_wait<1>();
-          release(held);
+          ring.release_held();
         }
-        held = slot;
-        if (++slot == p.stages) slot = 0, parity ^= 1, x_slot = x_first, weight_slot = weight_first;
+        ring.next(p);
       }
       sm90::wgmma_wait<0>();
       sm90::pin_registers(acc);
-      release(held);
-      if constexpr (S::kSums) {
-        const int thread = threadIdx.x % sm90::kWarpgroupSize;
-        const uint32_t parked = buffers + thread * 16;
-        add_chunk_sums<S>(acc, kept, parked, first == 0);
-        if (first + chunk_stages == p.tile_stages) break;
-        if (S::kParked > 0 && first == 0) exit.drain(thread);  // of the tile before
-        park_sums<S>(acc, parked);
-      } else {
-        break;
-      }
-    }
-    if constexpr (S::kSums) {
-#pragma unroll
-      for (int i = 0; i < S::kKept; ++i) acc[i] = kept[i];
+      ring.release_held();
     }
     if constexpr (S::kSplit) {
       const uint32_t barrier = full + 16 * p.stages;
@@ -255,7 +181,16 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
     }
     if constexpr (S::kStaged) {
       if constexpr (!S::kSums) exit.matrix = tiles.tile.chunk;
-      store_staged<T, kN>(acc, ahead, exit, o, at);
+      if (residual) {
+        for (int owner = 0; owner < S::kWarpgroups; ++owner) {
+          ring.wait();
+          if (owner == warpgroup) add_residual<T, kN>(acc, ring.weight_address(), at);
+          __syncwarp();
+          ring.release(ring.slot());
+          ring.next(p);
+        }
+      }
+      store_staged<T, S>(acc, exit, o, at);
       continue;
     }
     if constexpr (S::kFuses) {
@@ -291,7 +226,7 @@ __device__ __forceinline__ void gemm_cta(const Problem& p) {
   const uint32_t weight_ring = x_ring + p.stages * S::kBlocks * p.x.stage_rows * sm90::kSwizzleRow;
   const uint32_t staging = weight_ring + p.stages * S::kBlocks * S::kN * sm90::kSwizzleRow;
   const uint32_t full = x_ring + p.barriers, empty = full + 8 * p.stages;
-  const int warp = threadIdx.x / kWarpSize;
+  const int warp = sm90::warp_index();
   if (threadIdx.x == kMultiplyWarps * kWarpSize) {
     pdl_launch_dependents();
     sm90::prefetch_tensor_map(&p.weight.whole);

@@ -110,28 +110,50 @@ __device__ T* destination(const RopeKvParams& p, int64_t token, int64_t head) {
   return offset < 0 ? nullptr : static_cast<T*>(p.kv.cache) + offset;
 }
 
-// lanes is a power of two, at most a warp: the lanes of one head. Parts are for few tokens and take
-// registers; without them more rows are on their way at a time.
+// The head of a token that a group of 1 << lane_bits lanes takes. Lanes past the end stay for the
+// shuffles, with the last head, and write nothing. In 32 bits: a division by 64 costs as much as
+// all else here.
+struct Unit {
+  int64_t token, head;
+  bool live;
+
+  __device__ Unit(const RopeKvParams& p, int lane_bits) {
+    const auto num_heads = static_cast<unsigned>(p.num_q_heads + 2 * p.kv.num_kv_heads);
+    const unsigned unit = (blockIdx.x * kThreads + threadIdx.x) >> lane_bits;
+    const unsigned row = unit / num_heads;
+    live = row < p.num_tokens;
+    token = live ? int64_t{row} : p.num_tokens - 1;
+    head = live ? unit - row * num_heads : num_heads - 1;
+  }
+};
+
+unsigned count_blocks(const RopeKvParams& p, int lane_bits) {
+  const int64_t num_heads = p.num_q_heads + 2 * p.kv.num_kv_heads;
+  const int64_t threads = (p.num_tokens * num_heads) << lane_bits;
+  if (threads > (int64_t{1} << 32) - kThreads)
+    throw std::invalid_argument("rope_kv: " + std::to_string(p.num_tokens) + " tokens at once");
+  return static_cast<unsigned>((threads + kThreads - 1) / kThreads);
+}
+
+// 1 << lane_bits lanes, at most a warp, take a head. Parts are for few tokens and take registers;
+// without them more rows are on their way at a time.
 template <typename T, int kChunk, bool kInParts>
 __global__ void __launch_bounds__(kThreads)
-    rope_kv_kernel(RopeKvParams p, int lanes, bool aligned) {
+    rope_kv_kernel(RopeKvParams p, int lane_bits, bool aligned) {
   pdl_launch_dependents();
   const int64_t num_q = p.num_q_heads;
   const int64_t num_kv = p.kv.num_kv_heads;
-  const int64_t num_heads = num_q + 2 * num_kv;
-  const int64_t unit = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / lanes;
-  const int lane = static_cast<int>(threadIdx.x) % lanes;
-  // Lanes past the end stay for the shuffles, with the last head, and write nothing.
-  const bool live = unit < p.num_tokens * num_heads;
-  const int64_t token = live ? unit / num_heads : p.num_tokens - 1;
-  const int64_t head = live ? unit - token * num_heads : num_heads - 1;
+  const int lanes = 1 << lane_bits;
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const Unit unit(p, lane_bits);
+  const int64_t token = unit.token, head = unit.head;
 
   const int half = static_cast<int>(p.kv.head_dim) / 2;
   const auto load_x = [&](int i) {
     return load_qkv<T, kChunk, kInParts>(p, token, head * p.kv.head_dim + i, aligned);
   };
   if (!p.settled) pdl_wait();
-  T* const to = live ? destination<T>(p, token, head) : nullptr;
+  T* const to = unit.live ? destination<T>(p, token, head) : nullptr;
   const int64_t position = load_settled(p.positions + token);
   const bool in_table = position >= 0 && position < p.max_position;
   pdl_wait();
@@ -186,18 +208,18 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T, int kChunk>
 void launch_rope_kv(const RopeKvParams& p, bool aligned, Stream stream) {
   const int64_t chunks = p.kv.head_dim / 2 / kChunk;
-  int lanes = 1;
-  while (lanes < chunks && lanes < kWarpSize) lanes *= 2;
-  const int64_t num_heads = p.num_q_heads + 2 * p.kv.num_kv_heads;
-  const int64_t blocks = (p.num_tokens * num_heads * lanes + kThreads - 1) / kThreads;
+  int lane_bits = 0;
+  while (1 << lane_bits < chunks && 1 << lane_bits < kWarpSize) ++lane_bits;
   const auto kernel =
       p.partials == nullptr ? rope_kv_kernel<T, kChunk, false> : rope_kv_kernel<T, kChunk, true>;
-  MINIVLLM_LAUNCH(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, p, lanes,
+  MINIVLLM_LAUNCH(kernel, dim3(count_blocks(p, lane_bits)), dim3(kThreads), 0, stream, p, lane_bits,
                   aligned);
 }
 
 // The same of a product's partial sums whose rows' RMSNorm is half done, for heads of 64: four
 // lanes each.
+constexpr int kQuadBits = 2;
+static_assert(1 << kQuadBits == split_norm::kQuad);
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 3) rope_sums_kernel(RopeKvParams p) {
   constexpr int kHeadDim = static_cast<int>(kNormColumns), kHalf = kHeadDim / 2;
@@ -205,14 +227,12 @@ __global__ void __launch_bounds__(kThreads, 3) rope_sums_kernel(RopeKvParams p) 
   using Floats = Vec<float, 4>;
   pdl_launch_dependents();
   const int64_t num_heads = p.num_q_heads + 2 * p.kv.num_kv_heads;
-  const int64_t unit = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / split_norm::kQuad;
   const int lane = static_cast<int>(threadIdx.x) % split_norm::kQuad;
-  const bool live = unit < p.num_tokens * num_heads;
-  const int64_t token = live ? unit / num_heads : p.num_tokens - 1;
-  const int64_t head = live ? unit - token * num_heads : num_heads - 1;
+  const Unit unit(p, kQuadBits);
+  const int64_t token = unit.token, head = unit.head;
   const int start = lane * kChunk;
   if (!p.settled) pdl_wait();
-  T* const to = live ? destination<T>(p, token, head) : nullptr;
+  T* const to = unit.live ? destination<T>(p, token, head) : nullptr;
   const int64_t position = load_settled(p.positions + token);
   const bool in_table = position >= 0 && position < p.max_position;
   const float* angles = p.cos_sin + (in_table ? position : 0) * kHeadDim + start;
@@ -259,11 +279,9 @@ void launch_rope_sums(const RopeKvParams& p, Stream stream) {
   if (p.partials == nullptr || p.kv.head_dim != kNormColumns || p.dtype == DType::kFloat32 ||
       addresses % kChunkBytes != 0)
     throw std::invalid_argument("rope_kv: half an RMSNorm is for partial sums of heads of 64");
-  const int64_t lanes = p.num_tokens * (p.num_q_heads + 2 * p.kv.num_kv_heads) * split_norm::kQuad;
   const auto kernel =
       p.dtype == DType::kBFloat16 ? rope_sums_kernel<__nv_bfloat16> : rope_sums_kernel<__half>;
-  MINIVLLM_LAUNCH(kernel, dim3(static_cast<unsigned>((lanes + kThreads - 1) / kThreads)),
-                  dim3(kThreads), 0, stream, p);
+  MINIVLLM_LAUNCH(kernel, dim3(count_blocks(p, kQuadBits)), dim3(kThreads), 0, stream, p);
 }
 
 }  // namespace

@@ -200,6 +200,13 @@ __device__ __forceinline__ void async_proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// This thread's warp in the block, shuffled so that the compiler knows it to be the same in a warp.
+// Inside a branch on it addresses may then stay in uniform registers, where wgmma's descriptors are
+// wanted.
+__device__ __forceinline__ int warp_index() {
+  return __shfl_sync(kFullMask, static_cast<int>(threadIdx.x) / kWarpSize, 0);
+}
+
 // A barrier among the 128 threads of a warpgroup.
 __device__ __forceinline__ void warpgroup_barrier(int warpgroup) {
   asm volatile("bar.sync %0, %1;" ::"r"(warpgroup + 1), "n"(kWarpgroupSize) : "memory");

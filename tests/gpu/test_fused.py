@@ -61,7 +61,7 @@ def take(rows: ops.Weighed, mine: Tensor) -> ops.Weighed:
 @pytest.mark.parametrize("hidden", [64, 192, 576, 2048, 4160, 8192, 8256, 16384])
 def test_weigh_rows(hidden: int, dtype: torch.dtype) -> None:
     weight = near_one(hidden, dtype)
-    for rows in (1, 3, 130):
+    for rows in (1, 3, 130, 1027):
         residual = random(rows, hidden, dtype=dtype)
         before = residual.clone()
         weighed = ops.weigh_rows(residual, weight)
@@ -77,6 +77,22 @@ def test_weigh_rows(hidden: int, dtype: torch.dtype) -> None:
         normed = before.clone()
         ops.rms_norm(normed, weight, EPS, partials=sums)
         assert same_bits(normed, after)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("hidden", [64, 576, 2048, 8256])
+def test_embed_and_weigh(hidden: int, dtype: torch.dtype) -> None:
+    weight, norm = random(300, hidden, dtype=dtype), near_one(hidden, dtype)
+    state = torch.randint(0, 300, (7, 5), device=CUDA, dtype=torch.int32)
+    for rows in (1, 3, 130, 1024, 1025, 1030):
+        ids = torch.randint(-1, 302, (rows,), device=CUDA, dtype=torch.int32)
+        slots = torch.randint(-1, 7, (rows,), device=CUDA, dtype=torch.int32)
+        for places in [(), (slots, state[:, 2])]:
+            residual, weighed = ops.embed_and_weigh(weight, norm, ids, *places)
+            expected = ops.embedding(weight, ids, *places)
+            assert same_bits(residual, expected)
+            assert same_bits(weighed.x, ops.weigh_rows(expected, norm).x)
+            assert same_bits(weighed.square_sums, square_sums_of(expected))
 
 
 def test_another_order_of_a_square_sum_has_other_bits() -> None:

@@ -98,3 +98,14 @@ def test_others_refuse() -> None:
     ]:
         with pytest.raises(ValueError, match=match):
             ops.weigh_rows(*given)
+    ids = torch.zeros(4, dtype=torch.int32, device=CUDA)
+    table = random(9, 2048)
+    for given, match in [
+        ((table.float(), norm.float(), ids), "bfloat16"),
+        ((table, norm[:64], ids), "weight"),
+        ((table, norm, ids.long()), "token_ids"),
+        ((table, norm, ids, None, ids), "slots"),
+        ((random(9 * 2048 + 1)[1:].view(9, 2048), norm, ids), "16 bytes"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            ops.embed_and_weigh(*given)
