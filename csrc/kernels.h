@@ -142,7 +142,7 @@ enum class Epilogue : int32_t {
 // A square sum is that of kNormColumns columns of a row. See cuda/split_norm.cuh for the order of
 // additions.
 constexpr int64_t kNormColumns = 64;
-// Tokens up to which a product does kRopeKv, or the first half of a norm.
+// Tokens up to which a product does kRopeKv, or, where K is one chain, the first half of a norm.
 constexpr int64_t kMostFusedTokens = 64;
 
 // Where a kRopeKv product puts keys and values; head_dim is 64, as is RopeKvParams' meaning.

@@ -72,6 +72,7 @@ def _queries(model: Model, qkv: ops.Linear, rows: ops.Weighed, inputs: Inputs, c
 
 
 def _add_and_weigh(product: ops.Linear, residual: Tensor, x: Tensor, norm: Tensor, joined: int) -> ops.Weighed:
-    if x.shape[0] <= joined:
+    many = product.num_chunks > 1 and not product.leaves_sums(x)
+    if many or x.shape[0] <= joined:
         return product.add_and_weigh(residual, x, norm)
     return ops.weigh_rows(residual, norm, partials=product.add_to(residual, x))

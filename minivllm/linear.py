@@ -208,7 +208,8 @@ class Linear:
         Parameters
         ----------
         residual
-            ``[num_tokens, out_size]``: written to; ``num_tokens`` is at most 64, ``out_size`` a multiple of 64.
+            ``[num_tokens, out_size]``: written to; ``out_size`` is a multiple of 64, and ``num_tokens`` at most 64
+            where K is one chain.
         x
             ``[num_tokens, in_size]``; rows may be apart.
         norm_weight

@@ -55,9 +55,9 @@ _NO_WORK = Work([], [], 0, [])
 
 @dataclass
 class Step:
-    """Show one step. Times in seconds, ``start`` since the engine was made; ``device_time`` None until collected and where
-    nothing was launched.
+    """Show one step. Times in seconds, ``start`` since the engine was made.
 
+    ``device_time`` is None until the step was collected, and where nothing was launched.
     ``blocks_taken`` and ``blocks_given`` count changes of owners; ``queued`` and ``free_blocks`` are left after it.
     ``admitted``, ``ended`` and ``preempted`` hold (slot, request, sample), the ended ones the reason too; their slot is
     -1 where they ended in the queue, or by an exception that emptied all slots.

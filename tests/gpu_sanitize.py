@@ -36,6 +36,7 @@ PARTS = {
     "products in float32, other sizes": [*PYTEST, "tests/test_ops.py", "-k", "test_linear and not float16 and not 576"],
     "products of 16 bits for every card": [*PYTEST, "tests/test_ops.py", "-k", "test_linear and float16"],
     "products with parts of a layer": [*PYTEST, "tests/gpu/test_fused.py", "-k", "bias or outside or without_a_slot"],
+    "rows that are weighed": [*PYTEST, "tests/gpu/test_fused.py", "-k", "wide_tiles or embed_and_weigh and 576"],
     "norms and rope": [*PYTEST, "tests/test_ops.py", "-k", "norm or rope or embedding or silu"],
     "sums of chunks": [*PYTEST, "tests/gpu/test_partial_sums.py", "-k", "adds or added"],
     "leaders and copies": [

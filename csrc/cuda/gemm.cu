@@ -138,6 +138,7 @@ GemmConfig config_for_many_tokens(const LinearParams& p, int num_sms) {
   const bool adds = p.num_chunks > 1 && p.partials == nullptr;
   const auto consider = [&](int warpgroups, int columns, Sharing sharing) {
     if (p.leaders.leaders != nullptr && columns % kLeaderColumns != 0) return;
+    if (p.weighted != nullptr && (columns != 256 || sharing == Sharing::kNone)) return;
     GemmConfig config = {};
     config.warpgroups = warpgroups;
     config.columns = columns;
@@ -212,7 +213,8 @@ void check_fused(const LinearParams& p) {
     throw std::invalid_argument("linear: half an RMSNorm needs n and k in multiples of 64");
   if (p.weighted != nullptr && (!whole || p.epilogue != Epilogue::kResidual))
     throw std::invalid_argument("linear: a norm follows a residual of 64 columns or a multiple");
-  if (is_fused(p) && p.num_tokens > kMostFusedTokens)
+  const bool weighs_many = p.weighted != nullptr && p.num_chunks > 1;
+  if (is_fused(p) && !weighs_many && p.num_tokens > kMostFusedTokens)
     throw std::invalid_argument("linear: parts of a layer are for few tokens");
   if (p.epilogue == Epilogue::kRopeKv &&
       (p.rope.kv.head_dim != kNormColumns || heads * kNormColumns != p.n))

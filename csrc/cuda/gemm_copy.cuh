@@ -52,10 +52,15 @@ struct Shape {
   static constexpr bool kSquareSumsAhead = kLoadsAhead && (kStaged || kN <= 64);
   static constexpr int kThreads =
       kWarpgroups * sm90::kWarpgroupSize + (kStaged ? sm90::kWarpgroupSize : kWarpSize);
-  // Tiles whose epilogue can do parts of a decoder layer: see gemm_fused.cuh.
+  // Tiles whose epilogue can do parts of a decoder layer: see gemm_fused.cuh. Of the staged ones
+  // those that are compiled for it do the first half of a norm.
   static constexpr bool kFuses = kWarpgroups == 1 && kN == 64 && kShare == 1 && !kSums;
+  static constexpr bool kWeighs = kFuses || (kStaged && kTask == Task::kWeigh);
   static constexpr bool kLeaders = (kTask == Task::kAnything || kTask == Task::kLogits) &&
                                    kN % kLeaderColumns == 0 && !kSums && !kSplit;  // see LeadersTo
+  // Whether the multiplying warps know their index to be the same in a warp: see warp_index. Some
+  // wide tiles have no registers for what the compiler makes of it.
+  static constexpr bool kUniformWarps = !kSums && (!kStaged || kTask != Task::kAnything);
   // Two CTAs of one warpgroup fit an SM's registers, so that the next kernel's CTA can start to
   // copy its weights while this one runs.
   static constexpr int kCtasAnSm = kSums ? 1 : kSplit ? 2 : 3 - kWarpgroups;
@@ -74,7 +79,7 @@ struct Operand {
 
 struct Problem {
   Operand x, weight;
-  CUtensorMap out;  // of staged tiles, in boxes of a warpgroup's chunk
+  CUtensorMap out, weighted;  // of staged tiles, in boxes of a warpgroup's chunk
   Output output;
   int stages;        // of the ring
   int tile_stages;   // stages that a tile takes

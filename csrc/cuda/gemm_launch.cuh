@@ -71,7 +71,7 @@ void launch_instance(const LinearParams& p, const GemmConfig& config, Stream str
                     p.leaders};
   if (S::kTask != Task::kAnything && S::kTask != task_of(p, config))
     throw std::invalid_argument("this instance is for another task");
-  if ((p.weighted != nullptr || p.epilogue == Epilogue::kRopeKv) && !S::kFuses)
+  if ((p.weighted != nullptr && !S::kWeighs) || (p.epilogue == Epilogue::kRopeKv && !S::kFuses))
     throw std::invalid_argument("this instance does no parts of a layer");
   if (p.leaders.leaders != nullptr && !S::kLeaders)
     throw std::invalid_argument("this instance finds no leaders");
@@ -82,6 +82,9 @@ void launch_instance(const LinearParams& p, const GemmConfig& config, Stream str
     const DType out_dtype = in_parts ? DType::kFloat32 : p.out_dtype;
     problem.out = sm90::matrices_map(problem.output.out, out_dtype, problem.chunks, p.num_tokens,
                                      silu ? p.n / 2 : p.n, problem.output.stride, kChunkRows);
+    if (p.weighted != nullptr)
+      problem.weighted =
+          sm90::matrices_map(p.weighted, p.dtype, 1, p.num_tokens, p.n, p.n, kChunkRows);
     staging_bytes = S::kWarpgroups * kExitBytes<S>;
   }
   // A split's CTAs have one tile; others walk.
@@ -146,7 +149,8 @@ void launch_gemm(const LinearParams& p, const GemmConfig& config, Stream stream)
                     ForTask<Task::kLeaveSums, 2, 128, 1, 2>,
                     ForTask<Task::kLeaveSums, 2, 192, 1, 2>, ForTask<Task::kLogits, 1, 64, 2, 1>,
                     ForTask<Task::kLogits, 1, 128, 1, 1>, ForTask<Task::kLogits, 2, 256, 1, 1>,
-                    ForTask<Task::kLogits, 2, 256, 1, 2>>(p, config, stream))
+                    ForTask<Task::kLogits, 2, 256, 1, 2>,
+                    ForTask<Task::kWeigh, 2, 256, 1, 2, Chunks::kAdded>>(p, config, stream))
     return;
   GemmConfig any = config;
   any.task = Task::kAnything;

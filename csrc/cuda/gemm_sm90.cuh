@@ -87,9 +87,15 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
                                         uint32_t staging, uint32_t full, uint32_t empty) {
   constexpr int kN = S::kN;
   decltype(auto) o = output_for<S::kTask>(p.output);
+  // Shuffled either way: descriptors want it.
   constexpr int kWarps = sm90::kWarpgroupSize / kWarpSize;
-  const int warpgroup = S::kWarpgroups == 1 ? 0 : sm90::warp_index() / kWarps;
-  const int warp = sm90::warp_index() % kWarps, lane = threadIdx.x % kWarpSize;
+  const int warpgroup = S::kWarpgroups == 1 ? 0
+                        : S::kUniformWarps
+                            ? sm90::warp_index() / kWarps
+                            : __shfl_sync(kFullMask, threadIdx.x / sm90::kWarpgroupSize, 0);
+  const int warp = S::kUniformWarps ? sm90::warp_index() % kWarps
+                                    : threadIdx.x % sm90::kWarpgroupSize / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
   Ring<S> ring(p, x_ring + warpgroup * kTileTokens * sm90::kSwizzleRow, weight_ring, full, empty,
                lane);
   Cursor<S> tiles(p);
@@ -190,7 +196,11 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
           ring.next(p);
         }
       }
-      store_staged<T, S>(acc, exit, o, at);
+      if constexpr (S::kWeighs) {
+        store_staged_weighed<T, S>(acc, exit, p, at);
+      } else {
+        store_staged<T, S>(acc, exit, o, at);
+      }
       continue;
     }
     if constexpr (S::kFuses) {
@@ -226,7 +236,7 @@ __device__ __forceinline__ void gemm_cta(const Problem& p) {
   const uint32_t weight_ring = x_ring + p.stages * S::kBlocks * p.x.stage_rows * sm90::kSwizzleRow;
   const uint32_t staging = weight_ring + p.stages * S::kBlocks * S::kN * sm90::kSwizzleRow;
   const uint32_t full = x_ring + p.barriers, empty = full + 8 * p.stages;
-  const int warp = sm90::warp_index();
+  const int warp = S::kUniformWarps ? sm90::warp_index() : threadIdx.x / kWarpSize;
   if (threadIdx.x == kMultiplyWarps * kWarpSize) {
     pdl_launch_dependents();
     sm90::prefetch_tensor_map(&p.weight.whole);

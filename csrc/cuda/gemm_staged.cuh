@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "gemm_copy.cuh"
-#include "gemm_epilogue.cuh"
+#include "gemm_fused.cuh"
 
 namespace minivllm::cuda::gemm {
 
@@ -90,17 +90,27 @@ __device__ __forceinline__ uint32_t matrices_address(uint32_t chunk, const Place
   return chunk + row * sm90::kSwizzleRow + ((piece ^ row % 8) * 16);
 }
 
+__device__ __forceinline__ void put_matrices(uint32_t address, const uint32_t (&v)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+               : "memory");
+}
+__device__ __forceinline__ void get_matrices(uint32_t (&v)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(address)
+               : "memory");
+}
+
 // One chunk of 64 columns of T from the 32 accumulators at y.
 template <typename T>
 __device__ __forceinline__ void fill_chunk(uint32_t buffer, const float* y, const Place& at) {
 #pragma unroll
   for (int i = 0; i < 8; i += 2) {
     const float* v = y + 4 * i;
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     matrices_address(buffer, at, i)),
-                 "r"(pack(v[0], v[1], T{})), "r"(pack(v[2], v[3], T{})), "r"(pack(v[4], v[5], T{})),
-                 "r"(pack(v[6], v[7], T{}))
-                 : "memory");
+    const uint32_t pairs[4] = {pack(v[0], v[1], T{}), pack(v[2], v[3], T{}), pack(v[4], v[5], T{}),
+                               pack(v[6], v[7], T{})};
+    put_matrices(matrices_address(buffer, at, i), pairs);
   }
 }
 
@@ -113,10 +123,7 @@ __device__ __forceinline__ void add_residual(float (&acc)[kN / 2], uint32_t chun
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
       uint32_t old[4];
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(old[0]), "=r"(old[1]), "=r"(old[2]), "=r"(old[3])
-                   : "r"(matrices_address(chunks + chunk * kChunkBytes, at, i))
-                   : "memory");
+      get_matrices(old, matrices_address(chunks + chunk * kChunkBytes, at, i));
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float2 pair = unpack(old[j], T{});
@@ -125,6 +132,15 @@ __device__ __forceinline__ void add_residual(float (&acc)[kN / 2], uint32_t chun
       }
     }
   }
+}
+
+// A tile of T.
+template <typename T, typename S>
+__device__ __forceinline__ void store_rounded(const float (&acc)[S::kN / 2], Exit& exit,
+                                              const Place& at) {
+  exit.send<S::kN / 64, kChunkBuffers<S>, 64>(
+      kWarpSize * at.warp + at.lane, at.token, at.column,
+      [&](uint32_t buffer, int chunk) { fill_chunk<T>(buffer, acc + 32 * chunk, at); });
 }
 
 template <typename T, typename S>
@@ -154,10 +170,62 @@ __device__ __forceinline__ void store_staged(float (&acc)[S::kN / 2], Exit& exit
           }
         });
   } else {
-    exit.send<kN / 64, kBuffers, 64>(thread, at.token, at.column, [&](uint32_t buffer, int chunk) {
-      fill_chunk<T>(buffer, acc + 32 * chunk, at);
-    });
+    store_rounded<T, S>(acc, exit, at);
   }
+}
+
+// Of a chunk of the new residual in shared memory: times the norm's weights, in its place, and its
+// square sums, as store_weighed.
+template <typename T>
+__device__ __forceinline__ void weigh_chunk(uint32_t chunk, const Output& o, const Place& at) {
+  uint32_t weights[kGroupPairs];
+  load_weights<T>(weights, o, at);
+  float squares[2][kGroupPairs];
+#pragma unroll
+  for (int i = 0; i < kGroupPairs; i += 2) {
+    const uint32_t address = matrices_address(chunk, at, i);
+    uint32_t pairs[4];  // of both rows, then of the next 8 columns
+    get_matrices(pairs, address);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 v = unpack(pairs[j], T{}), w = unpack(weights[i + j / 2], T{});
+      squares[j % 2][i + j / 2] = split_norm::pair_square(v.x, v.y);
+      pairs[j] = pack(__fmul_rn(v.x, w.x), __fmul_rn(v.y, w.y), T{});
+    }
+    put_matrices(address, pairs);
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int64_t token = at.token + at.row() + 8 * h;
+    const float sum = split_norm::quad_sum(split_norm::add_pairs(squares[h]));
+    if (token < o.num_tokens && at.lane % 4 == 0)
+      o.new_square_sums[token * (o.n / kGroup) + at.column / kGroup] = sum;
+  }
+}
+
+// The new residual and its weighed rows.
+template <typename T, typename S>
+__device__ __forceinline__ void store_staged_weighed(const float (&acc)[S::kN / 2], Exit& exit,
+                                                     const Problem& p, const Place& at) {
+  constexpr int kChunks = S::kN / kGroup;
+  static_assert(kChunks <= kChunkBuffers<S>);
+  const int thread = kWarpSize * at.warp + at.lane;
+  store_rounded<T, S>(acc, exit, at);
+  exit.drain(thread);
+  const int chunks = min(kChunks, (p.output.n - at.column) / kGroup);
+#pragma unroll 1
+  for (int i = 0; i < chunks; ++i) {
+    Place place = at;
+    place.column += i * kGroup;
+    weigh_chunk<T>(exit.buffers + i * kChunkBytes, p.output, place);
+  }
+  sm90::async_proxy_fence();
+  sm90::warpgroup_barrier(exit.warpgroup);
+  if (thread != 0) return;
+  for (int i = 0; i < chunks; ++i)
+    sm90::tma_store(&p.weighted, exit.buffers + i * kChunkBytes, at.column + i * kGroup, at.token,
+                    0);
+  sm90::bulk_commit();
 }
 
 }  // namespace minivllm::cuda::gemm
