@@ -2,12 +2,15 @@
 
 ``python tests/gpu_sanitize.py``, on a machine with a card, after ``make gpu-report``, which builds the extension. Each
 tool goes over each part, some at a time; only this project's kernels are looked at. A part that takes too long is not
-finished, and so not clean.
+finished, and so not clean. The file is written as parts end, and a run goes on from where the last one of the same code
+was stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import re
 import shutil
@@ -15,8 +18,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpu_report import ROOT, RUNNING, code_hash, number_of_jobs, stamp, stopping, write_json
@@ -101,12 +106,28 @@ def run(tool: str, part: str, library: str, seconds: int) -> str:
     return f"status {process.returncode}, {' '.join(a or b for a, b in found) or 'no summary of'} errors"
 
 
+def earlier(code: str) -> tuple[dict[tuple[str, str], str], dict[tuple[str, str], float]]:
+    """Return what the last run's file says of this code, and the seconds that parts took in it, of whatever code."""
+    try:
+        known = json.loads(RESULTS.read_text())
+        seconds = {(t, p): float(s) for t, parts in known.get("seconds", {}).items() for p, s in parts.items()}
+        results = {(t, p): str(what) for t, parts in known["results"].items() for p, what in parts.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}, {}
+    return results if known.get("hash") == code else {}, seconds
+
+
+def by_tool(values: dict[tuple[str, str], Any]) -> dict[str, dict[str, Any]]:
+    return {tool: {part: values[tool, part] for part in PARTS if (tool, part) in values} for tool in TOOLS}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--jobs", type=number_of_jobs, default=min(15, os.cpu_count() or 1), help="parts that run at the same time"
     )
     parser.add_argument("--seconds", type=int, default=600, help="a part may take (default: 600)")
+    parser.add_argument("--again", action="store_true", help="also the parts that were clean of this very code")
     args = parser.parse_args()
     for tool in ("nvcc", "compute-sanitizer"):
         if shutil.which(tool) is None:
@@ -114,25 +135,37 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error(f"torch {torch.__version__} sees no CUDA card")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    head = stamp(code_hash())
-    results = {tool: dict.fromkeys(PARTS, "not run") for tool in TOOLS}
+    code = code_hash()
+    head = stamp(code)
+    before, took = earlier(code)
+    runs = [(tool, part) for tool in TOOLS for part in PARTS]
+    results = dict.fromkeys(runs, "not run")
+    if not args.again:
+        results.update({key: "clean" for key in runs if before.get(key) == "clean"})
+    # The slowest first; racecheck is, of what is not known.
+    left = sorted(
+        (key for key in runs if results[key] != "clean"),
+        key=lambda key: (-took.get(key, math.inf), key[0] != "racecheck"),
+    )
+
+    def timed(key: tuple[str, str], library: str) -> tuple[str, float]:
+        begun = time.monotonic()
+        return run(*key, library, args.seconds), time.monotonic() - begun
+
     try:
         with tempfile.TemporaryDirectory() as folder, stopping(ThreadPoolExecutor(args.jobs)) as pool:
-            library = build_library(folder)
-            # The slowest first: racecheck.
-            jobs = {
-                pool.submit(run, tool, part, library, args.seconds): (tool, part)
-                for tool in sorted(TOOLS, key=lambda tool: tool != "racecheck")
-                for part in PARTS
-            }
+            library = build_library(folder) if left else ""
+            jobs = {pool.submit(timed, key, library): key for key in left}
             for job in as_completed(jobs):
-                tool, part = jobs[job]
-                results[tool][part] = job.result()
-                write_json(RESULTS, {**head, "results": results})
+                key = jobs[job]
+                results[key], took[key] = job.result()
+                took[key] = round(took[key], 1)
+                print(f"{': '.join(key)}: {results[key]}, {took[key]} s", flush=True)
+                write_json(RESULTS, {**head, "results": by_tool(results), "seconds": by_tool(took)})
     finally:
         for pid in list(running):
             os.killpg(pid, signal.SIGKILL)
-    unclean = [f"{tool}: {part}: {what}" for tool in TOOLS for part, what in results[tool].items() if what != "clean"]
+    unclean = [f"{': '.join(key)}: {what}" for key, what in results.items() if what != "clean"]
     print("\n".join(unclean) or "clean", flush=True)
     return bool(unclean)
 

@@ -46,7 +46,14 @@ void launch_instance(const LinearParams& p, const GemmConfig& config, Stream str
   problem.x = operand_of(p.x, p.num_tokens, p.x_stride, stage_tokens, shared_tokens);
   problem.weight = operand_of(p.weight, p.n, p.k, kN, shared_weights);
   const int stage_bytes = (problem.x.stage_rows + kN) * kBlocks * sm90::kSwizzleRow;
-  problem.stages = std::max(2, std::min({kMaxStages, config.ring_bytes / stage_bytes}));
+  int staging_bytes = 0;
+  if constexpr (S::kStaged) staging_bytes = S::kWarpgroups * kExitBytes<S>;
+  // The ring shares a block's 227 KB with the way out and the barriers.
+  constexpr int kSharedBytes = 227 * 1024;
+  constexpr int kBarrierBytes = (2 * kMaxStages + 1) * static_cast<int>(sizeof(uint64_t));
+  const int ring_bytes =
+      std::min(config.ring_bytes, kSharedBytes - kBarrierBytes - staging_bytes - S::kExchangeBytes);
+  problem.stages = std::max(2, std::min(kMaxStages, ring_bytes / stage_bytes));
   const int token_tiles = ceil_div(p.num_tokens, kTokens);
   problem.token_units = ceil_div(token_tiles, shared_weights);
   problem.column_units = ceil_div(ceil_div(p.n, kN), shared_tokens);
@@ -75,7 +82,6 @@ void launch_instance(const LinearParams& p, const GemmConfig& config, Stream str
     throw std::invalid_argument("this instance does no parts of a layer");
   if (p.leaders.leaders != nullptr && !S::kLeaders)
     throw std::invalid_argument("this instance finds no leaders");
-  int staging_bytes = 0;
   if constexpr (S::kStaged) {
     const bool silu = problem.output.epilogue == Epilogue::kSiluMul;
     if (silu && kN % 128 != 0) throw std::invalid_argument("kSiluMul needs 128 or 256 columns");
@@ -85,7 +91,6 @@ void launch_instance(const LinearParams& p, const GemmConfig& config, Stream str
     if (p.weighted != nullptr)
       problem.weighted =
           sm90::matrices_map(p.weighted, p.dtype, 1, p.num_tokens, p.n, p.n, kChunkRows);
-    staging_bytes = S::kWarpgroups * kExitBytes<S>;
   }
   // A split's CTAs have one tile; others walk.
   const int clusters = S::kSplit ? problem.units : std::min(problem.units, num_sms() / S::kCtas);
