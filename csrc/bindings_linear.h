@@ -39,7 +39,7 @@ inline LinearParams linear_params(const Tensor& out, const Tensor& x, const Tens
   return p;
 }
 
-// Parts of a layer are for few tokens: gemm_fused.cuh.
+// Parts of a layer are for few tokens, but for the first half of a norm where K is cut.
 inline void check_few(const LinearParams& p) {
   if (p.num_tokens > kMostFusedTokens)
     fail("there are ", p.num_tokens, " tokens, which is more than ", kMostFusedTokens);
@@ -136,7 +136,7 @@ inline void linear_residual_norm(const Tensor& residual, const Tensor& weighted,
   p.norm_weight = norm_weight.data_ptr();
   p.weighted = weighted.data_ptr();
   p.new_square_sums = static_cast<float*>(new_square_sums.data_ptr());
-  if (num_chunks == 1) check_few(p);
+  if (num_chunks == 1 || bias.has_value()) check_few(p);
   check_uses_wgmma(p, x);
   LAUNCH_CUDA(linear, x, p);
 }

@@ -88,12 +88,12 @@ inline void check_square_sums(const Tensor& square_sums, const char* name, int64
 
 inline WeighRowsParams weigh_rows_of(const Tensor& weighted, const Tensor& square_sums,
                                      const Tensor& residual, const Tensor& weight,
-                                     const OptionalTensor& partials) {
+                                     const char* weight_name, const OptionalTensor& partials) {
   CHECK_DENSE(residual, residual.scalar_type(), residual);
   if (residual.dim() != 2) fail("residual must have the shape [num_rows, hidden_size]");
   const int64_t num_rows = residual.size(0), hidden_size = residual.size(1);
-  CHECK_DENSE(weight, residual.scalar_type(), residual);
-  CHECK_SHAPE(weight, hidden_size);
+  check_dense(weight, weight_name, residual.scalar_type(), residual);
+  check_shape(weight, weight_name, "hidden_size", {hidden_size});
   CHECK_DENSE(weighted, residual.scalar_type(), residual);
   CHECK_SHAPE(weighted, num_rows, hidden_size);
   check_square_sums(square_sums, "square_sums", num_rows, hidden_size, residual);
@@ -115,7 +115,8 @@ inline WeighRowsParams weigh_rows_of(const Tensor& weighted, const Tensor& squar
 inline void weigh_rows(const Tensor& weighted, const Tensor& square_sums, const Tensor& residual,
                        const Tensor& weight, const OptionalTensor& partials) {
   check_on_cuda(residual, "weigh_rows");
-  const WeighRowsParams p = weigh_rows_of(weighted, square_sums, residual, weight, partials);
+  const WeighRowsParams p =
+      weigh_rows_of(weighted, square_sums, residual, weight, "weight", partials);
   LAUNCH_CUDA(weigh_rows, residual, p);
 }
 
@@ -125,7 +126,8 @@ inline void embed_and_weigh(const Tensor& weighted, const Tensor& square_sums,
                             const Tensor& token_ids, const OptionalTensor& slots,
                             const OptionalTensor& last_tokens) {
   check_on_cuda(residual, "embed_and_weigh");
-  WeighRowsParams p = weigh_rows_of(weighted, square_sums, residual, norm_weight, OptionalTensor());
+  WeighRowsParams p =
+      weigh_rows_of(weighted, square_sums, residual, norm_weight, "norm_weight", OptionalTensor());
   p.embedding = embedding_of(residual, weight, token_ids, slots, last_tokens);
   LAUNCH_CUDA(weigh_rows, residual, p);
 }

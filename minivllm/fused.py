@@ -2,7 +2,8 @@
 
 A norm's first half belongs to the product before it and its second half to the product after it:
 `minivllm.split_norm`. For few rows these do it themselves, and the product of queries, keys and values rotates them and
-writes keys and values to the cache; for more rows kernels of their own are as fast. The bits are the same.
+writes keys and values to the cache; for more rows kernels of their own are as fast, until the products have tiles wide
+enough to do a norm's first half again. The bits are the same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 _HEAD_DIM = 64  # that a product rotates
 _LARGEST_HIDDEN = 16384  # that weigh_rows takes
-# Rows up to which the products of q, k and v, of o and of down do what comes between them and the next.
+# Rows up to which the products of q, k and v, of o and of down do what comes between them and the next; past those
+# whose sums are left to the next kernel, `Linear.add_and_weigh` knows what o and down had better do.
 _ROWS_OF_QKV_JOINED = 48
 _ROWS_OF_O_JOINED = 32
 _ROWS_OF_DOWN_JOINED = 16

@@ -48,7 +48,8 @@ class Linear:
     exact
         False lets cuBLAS multiply on CUDA where it is the faster: plain products and sums with a residual of more
         than 1,024 rows in bfloat16 or float16 on Hopper, all products on other cards and in float32. Its bits may
-        follow from the number of rows. Results that are wider than the weight, and the CPU, are exact all the same.
+        follow from the number of rows. Results that are wider than the weight, `add_and_weigh`, `rope_kv` and the
+        CPU are exact all the same.
 
     Raises
     ------

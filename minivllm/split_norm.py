@@ -75,14 +75,14 @@ def embed_and_weigh(
     Parameters
     ----------
     weight, token_ids, slots, last_tokens
-        As for `minivllm.ops.embedding`.
+        As for `minivllm.ops.embedding`; ``hidden_size`` is a multiple of 64, at most 16,384.
     norm_weight
         ``[hidden_size]``.
 
     Returns
     -------
     tuple of Tensor and Weighed
-        Bitwise what `minivllm.ops.embedding` gives, and `weigh_rows` of that.
+        ``[num_tokens, hidden_size]`` both: bitwise what `minivllm.ops.embedding` gives, and `weigh_rows` of that.
 
     Raises
     ------

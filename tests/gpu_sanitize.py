@@ -9,6 +9,7 @@ was stopped.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,13 @@ from gpu_report import ROOT, RUNNING, code_hash, number_of_jobs, stamp, stopping
 RESULTS = ROOT / "tests" / "gpu_sanitizers.json"
 TOOLS = ("memcheck", "racecheck", "synccheck")
 PYTEST = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "default", "-m", "gpu"]
+SETTLED = "1-64-embed_and or 3-13-embedding or 20-16-embed_and or 70-64-embedding"
 # What a part runs. Every kernel is in one of them, few sizes of each: a tool makes kernels a hundred times slower.
 PARTS = {
     "attention": ["tests/gpu/attention_check.py", "--quick", "16", "--library", "{attention}"],
     "attention in float32": ["tests/gpu/attention_check.py", "--quick", "32", "--library", "{attention}"],
-    "attention of 200 rows before its queries": [*PYTEST, "tests/gpu/test_settled.py", "-k", "200-64"],
-    "attention before its queries": [*PYTEST, "tests/gpu/test_settled.py", "-k", "1-64 or 3-13 or 20-16 or 70-64"],
+    "attention of 200 rows before its queries": [*PYTEST, "tests/gpu/test_settled.py", "-k", "200-64-embed_and"],
+    "attention before its queries": [*PYTEST, "tests/gpu/test_settled.py", "-k", SETTLED],
     "products of few tokens": ["tests/gpu/gemm_check.py", "--quick", "few"],
     "products of many tokens": ["tests/gpu/gemm_check.py", "--quick", "many"],
     "products in float32": [*PYTEST, "tests/test_ops.py", "-k", "test_linear and not float16 and 576"],
@@ -106,15 +109,16 @@ def run(tool: str, part: str, library: str, seconds: int) -> str:
     return f"status {process.returncode}, {' '.join(a or b for a, b in found) or 'no summary of'} errors"
 
 
-def earlier(code: str) -> tuple[dict[tuple[str, str], str], dict[tuple[str, str], float]]:
-    """Return what the last run's file says of this code, and the seconds that parts took in it, of whatever code."""
+def earlier(head: dict[str, str]) -> tuple[dict[tuple[str, str], str], dict[tuple[str, str], float]]:
+    """Return what the last run's file says of this code here, and the seconds that its parts took, of whatever code."""
     try:
         known = json.loads(RESULTS.read_text())
         seconds = {(t, p): float(s) for t, parts in known.get("seconds", {}).items() for p, s in parts.items()}
         results = {(t, p): str(what) for t, parts in known["results"].items() for p, what in parts.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}, {}
-    return results if known.get("hash") == code else {}, seconds
+    same = all(known.get(key) == value for key, value in head.items() if key != "date")
+    return results if same else {}, seconds
 
 
 def by_tool(values: dict[tuple[str, str], Any]) -> dict[str, dict[str, Any]]:
@@ -135,16 +139,12 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error(f"torch {torch.__version__} sees no CUDA card")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    code = code_hash()
-    head = stamp(code)
-    before, took = earlier(code)
-    runs = [(tool, part) for tool in TOOLS for part in PARTS]
-    results = dict.fromkeys(runs, "not run")
-    if not args.again:
-        results.update({key: "clean" for key in runs if before.get(key) == "clean"})
+    head = stamp(hashlib.sha256(f"{code_hash()} {PARTS}".encode()).hexdigest())
+    before, took = ({}, earlier(head)[1]) if args.again else earlier(head)
+    results = {(tool, part): before.get((tool, part), "not run") for tool in TOOLS for part in PARTS}
     # The slowest first; racecheck is, of what is not known.
     left = sorted(
-        (key for key in runs if results[key] != "clean"),
+        (key for key in results if results[key] != "clean"),
         key=lambda key: (-took.get(key, math.inf), key[0] != "racecheck"),
     )
 
@@ -164,7 +164,8 @@ def main() -> int:
                 write_json(RESULTS, {**head, "results": by_tool(results), "seconds": by_tool(took)})
     finally:
         for pid in list(running):
-            os.killpg(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it ended just now
+                os.killpg(pid, signal.SIGKILL)
     unclean = [f"{': '.join(key)}: {what}" for key, what in results.items() if what != "clean"]
     print("\n".join(unclean) or "clean", flush=True)
     return bool(unclean)

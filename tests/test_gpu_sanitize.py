@@ -52,7 +52,8 @@ def test_a_run_goes_on_where_the_last_one_of_the_same_code_stopped(driver):
     status, ran, file = driver(lambda tool, part: "clean")
     assert status == 0 and ran == [("memcheck", "b")]
     assert all(what == "clean" for parts in file["results"].values() for what in parts.values())
-    assert driver(lambda tool, part: "clean", "--again")[1] != []
+    assert len(driver(lambda tool, part: "clean", "--again")[1]) == len(TOOLS) * len(PARTS)
+    assert driver(lambda tool, part: "clean")[1] == []
     driver.code = "e" * 64
     assert len(driver(lambda tool, part: "clean")[1]) == len(TOOLS) * len(PARTS), "another code: all of it"
 
@@ -69,7 +70,34 @@ def test_what_was_not_reached_is_said(driver):
     assert {what for parts in results.values() for what in parts.values()} == {"clean", "not run"}
 
 
+def test_a_known_failure_stays_one_until_it_was_run_again(driver):
+    driver(lambda tool, part: "status 9" if part == "b" else "clean")
+    calls = []
+
+    def stop_at_the_second(tool, part):
+        calls.append(tool)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return "clean"
+
+    with pytest.raises(KeyboardInterrupt):
+        driver(stop_at_the_second)
+    results = json.loads(gpu_sanitize.RESULTS.read_text())["results"]
+    assert sorted(results[tool]["b"] for tool in TOOLS) == ["clean", "status 9", "status 9"]
+
+
+def test_the_slowest_of_the_last_run_comes_first(driver):
+    clean = driver(lambda tool, part: "clean")[2]
+    clean["seconds"] = {"memcheck": {"a": 1, "b": 30}, "racecheck": {"a": 9, "b": 5}, "synccheck": {"a": 7, "b": 2}}
+    gpu_sanitize.RESULTS.write_text(json.dumps(clean))
+    order = driver(lambda tool, part: "clean", "--again")[1]
+    took = [clean["seconds"][tool][part] for tool, part in order]
+    assert took == sorted(took, reverse=True) and len(took) == len(TOOLS) * len(PARTS)
+
+
 @pytest.mark.parametrize("held", ["{", "", "[]", '{"results": 3}', '{"results": {"memcheck": 1}, "seconds": 2}'])
 def test_a_damaged_file_is_written_anew(driver, held):
     gpu_sanitize.RESULTS.write_text(held)
-    assert driver(lambda tool, part: "clean")[0] == 0
+    status, ran, file = driver(lambda tool, part: "clean")
+    assert status == 0 and len(ran) == len(TOOLS) * len(PARTS)
+    assert all(what == "clean" for parts in file["results"].values() for what in parts.values())

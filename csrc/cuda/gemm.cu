@@ -33,7 +33,8 @@ LinearParams one_chunk(const LinearParams& p) {
   return chunk;
 }
 
-// Parts of a decoder layer, which tiles of 64 columns do for few tokens: see gemm_fused.cuh.
+// Parts of a decoder layer, which tiles of 64 columns do for few tokens (gemm_fused.cuh), and wide
+// ones in part for many (gemm_staged.cuh).
 bool is_fused(const LinearParams& p) {
   return p.epilogue == Epilogue::kRopeKv || p.weighted != nullptr;
 }
@@ -229,6 +230,28 @@ GemmConfig choose_shape(const LinearParams& p, int num_sms) {
                                     : config_for_many_tokens(tile, num_sms);
 }
 
+// Wide tiles do the first half of a norm where they are what the product wants; else, of more
+// tokens than the other tiles do it for, it is a kernel of its own.
+bool weighs_apart(const LinearParams& p, int num_sms) {
+  if (p.weighted == nullptr || p.num_tokens <= kMostFusedTokens || p.out_stride != p.n)
+    return false;
+  LinearParams product = p;
+  product.weighted = nullptr;
+  const GemmConfig best = choose_shape(product, num_sms);
+  return best.columns != 256 || best.sharing == Sharing::kNone;
+}
+void weigh(const LinearParams& p, Stream stream) {
+  WeighRowsParams rows = {};
+  rows.weighted = p.weighted;
+  rows.square_sums = p.new_square_sums;
+  rows.residual = p.out;
+  rows.weight = p.norm_weight;
+  rows.num_rows = p.num_tokens;
+  rows.hidden_size = p.n;
+  rows.dtype = p.dtype;
+  weigh_rows(rows, stream);
+}
+
 }  // namespace
 
 Task task_of(const LinearParams& p, const GemmConfig& config) {
@@ -283,6 +306,13 @@ void linear(const LinearParams& p, Stream stream) {
     constexpr int kParts = 4;
     const int parts = wgmma_takes_weight(p) ? static_cast<int>(p.num_chunks) : kParts;
     return launch_gemm_mma(p, parts, stream);
+  }
+  if (weighs_apart(p, num_sms())) {
+    LinearParams product = p;
+    product.norm_weight = product.weighted = nullptr;
+    product.new_square_sums = nullptr;
+    linear(product, stream);
+    return weigh(p, stream);
   }
   const GemmConfig config = choose_gemm_config(p, num_sms());
   if (p.dtype == DType::kBFloat16) return launch_gemm_bf16(p, config, stream);

@@ -1,7 +1,8 @@
 // What a decoder layer wants between its products, done by their epilogues where there are few
-// tokens: the first half of the next RMSNorm (kNormColumns in kernels.h), the rotation of queries
-// and keys and the way of keys and values into their blocks (RopeKvTo). A tile's 64 columns are one
-// head, and those of one square sum. weigh_rows.cu and rope_kv.cu give the same bits.
+// tokens (and some of it in wide tiles, see gemm_staged.cuh): the first half of the next RMSNorm
+// (kNormColumns in kernels.h), the rotation of queries and keys and the way of keys and values into
+// their blocks (RopeKvTo). A tile's 64 columns are one head, and those of one square sum.
+// weigh_rows.cu and rope_kv.cu give the same bits.
 #pragma once
 
 #include "gemm_epilogue.cuh"

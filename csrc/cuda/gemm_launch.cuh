@@ -139,7 +139,7 @@ bool launch_one_of(const LinearParams& p, const GemmConfig& config, Stream strea
 
 template <typename T>
 void launch_gemm(const LinearParams& p, const GemmConfig& config, Stream stream) {
-  // For the shapes that decode steps of Llama-3.2-1B have; a layer is fused in bfloat16 alone.
+  // For the shapes that steps of Llama-3.2-1B have; a layer is fused in bfloat16 alone.
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     if (launch_one_of<T, ForTask<Task::kRopeKv, 1, 64, 2, 1, Chunks::kSplit>,
                       ForTask<Task::kWeigh, 1, 64, 2, 1, Chunks::kSplit>,

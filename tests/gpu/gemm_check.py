@@ -72,7 +72,7 @@ def build() -> ctypes.CDLL:
     folder.mkdir(exist_ok=True)
     wrapper = folder / "wrapper.cu"
     wrapper.write_text(source)
-    sources = [wrapper, *[file for file in files if file.match("gemm*.cu")]]
+    sources = [wrapper, *[file for file in files if file.match("gemm*.cu") or file.name == "weigh_rows.cu"]]
     flags = ["-O3", "-std=c++17", "-gencode", "arch=compute_90a,code=sm_90a", "-Xcompiler", "-fPIC"]
 
     def compile_one(source: Path) -> str:
@@ -248,7 +248,8 @@ def check_chunks(gemm: Gemm, n: int, k: int, dtype: torch.dtype, tokens: list[in
 def quick_checks(gemm: Gemm, tokens: str) -> int:
     """Every instance once or twice, for compute-sanitizer: in two halves that take as long."""
     if tokens == "many":
-        return check_shape(gemm, 1008, 1024, torch.bfloat16, [130], instances=True)
+        checks = check_shape(gemm, 1008, 1024, torch.bfloat16, [130], instances=True)
+        return checks + check_shape(gemm, 1008, 192, torch.bfloat16, [300], instances=True)
     checks = check_shape(gemm, 1008, 1024, torch.bfloat16, [9], instances=True)
     checks += check_shape(gemm, 576, 576, torch.float16, [65], instances=True)
     return checks + check_chunks(gemm, 1032, 2048, torch.bfloat16, [17, 130])
@@ -274,6 +275,9 @@ def main() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         checks += check_shape(gemm, 1008, 1024, dtype, [1, 9, 31, 40, 64, 65, 129, 300], instances=True)
         checks += check_shape(gemm, 4096, 512, dtype, [3, 57, 700], instances=True)
+        # Tiles of fewer stages than the ring has.
+        checks += check_shape(gemm, 1008, 192, dtype, [130, 300, 700], instances=True)
+        checks += check_shape(gemm, 4096, 64, dtype, [130, 700], instances=True)
     for dtype in (torch.bfloat16, torch.float16):
         checks += check_chunks(gemm, 3072, 2048, dtype, [1, 9, 64, 65, 130, 256, 300, 2048])
         checks += check_chunks(gemm, 2048, 8192, dtype, [1, 8, 17, 64, 128, 200, 1000])

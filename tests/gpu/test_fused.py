@@ -136,17 +136,18 @@ def test_add_and_weigh(which: str, hidden: int, num_q: int, num_kv: int, inter: 
             assert same_bits(found.square_sums, weighed.square_sums[mine]), tokens
 
 
-@pytest.mark.parametrize("columns", [64, 320, 512])
-def test_wide_tiles_weigh(columns: int) -> None:
-    linear, norm = ops.Linear(matrix(columns, 2048)), near_one(columns)
-    for tokens in (65, 130, 257, 300):
-        x, room = random(tokens, 2048), random(tokens + 1, columns)
-        whole = linear(x, residual=room[:tokens].clone())
-        behind = room[tokens].clone()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("columns", "tokens"), [(64, 65), (320, 130), (320, 300), (512, 257), (8000, 400)])
+def test_wide_tiles_weigh(columns: int, tokens: int, dtype: torch.dtype) -> None:
+    linear, norm = ops.Linear(random(columns, 2048, scale=2048**-0.5, dtype=dtype)), near_one(columns, dtype)
+    x, before = random(tokens, 2048, dtype=dtype), random(tokens + 1, columns, dtype=dtype)
+    whole = linear(x, residual=before[:tokens].clone())
+    expected = ops.weigh_rows(whole, norm)
+    # Rows that are apart are for wide tiles however many there are; those that are not, where the product wants such.
+    for room in (before.clone(), torch.cat([before, before], 1)[:, :columns]):
         found = linear.add_and_weigh(room[:tokens], x, norm)
-        expected = ops.weigh_rows(whole, norm)
-        assert same_bits(room[:tokens], whole)
-        assert same_bits(room[tokens], behind)
+        assert same_bits(room[:tokens].contiguous(), whole)
+        assert same_bits(room[tokens], before[tokens])
         assert same_bits(found.x, expected.x)
         assert same_bits(found.square_sums, expected.square_sums)
 
@@ -164,8 +165,9 @@ def test_add_and_weigh_with_a_bias() -> None:
 
 def test_nothing_is_written_outside_the_rows() -> None:
     linear, norm = ops.Linear(matrix(2048, 2048)), near_one(2048)
-    for tokens in (1, 7, 16, 17, 33, 63, 64):
-        room = torch.full((tokens + 64, 2048), math.nan, device=CUDA, dtype=torch.bfloat16)
+    for tokens in (1, 7, 16, 17, 33, 63, 64, 65, 129, 300):
+        # Rows that are apart: past 64 wide tiles take them.
+        room = torch.full((tokens + 64, 4096), math.nan, device=CUDA, dtype=torch.bfloat16)[:, :2048]
         room[:tokens] = random(tokens, 2048)
         x = torch.full((tokens + 64, 2048), math.nan, device=CUDA, dtype=torch.bfloat16)
         sums = torch.full((tokens + 64, 32), math.nan, device=CUDA)
@@ -175,6 +177,18 @@ def test_nothing_is_written_outside_the_rows() -> None:
         for part in (room, x, sums):
             assert part[:tokens].isfinite().all(), tokens
             assert part[tokens:].isnan().all(), tokens
+
+
+@pytest.mark.parametrize("k", [576, 2048])
+def test_nothing_times_a_negative_weight_has_one_sign(k: int) -> None:
+    """A chain of zeros with a minus comes out alike whether it starts by adding to zero or by overwriting."""
+    linear = ops.Linear(-matrix(1024, k).abs())
+    x = torch.zeros(MOST, k, device=CUDA, dtype=torch.bfloat16)
+    whole = linear(x, out_dtype=torch.float32)
+    for tokens in TOKENS:
+        assert same_bits(linear(x[:tokens], out_dtype=torch.float32), whole[:tokens]), tokens
+        if linear.leaves_sums(x[:tokens]):
+            assert same_bits(in_order(linear.begin(x[:tokens])), whole[:tokens]), tokens
 
 
 # ---------------------------------------------------------------- second half + SiLU

@@ -102,7 +102,7 @@ def test_others_refuse() -> None:
     table = random(9, 2048)
     for given, match in [
         ((table.float(), norm.float(), ids), "bfloat16"),
-        ((table, norm[:64], ids), "weight"),
+        ((table, norm[:64], ids), "norm_weight"),
         ((table, norm, ids.long()), "token_ids"),
         ((table, norm, ids, None, ids), "slots"),
         ((random(9 * 2048 + 1)[1:].view(9, 2048), norm, ids), "16 bytes"),

@@ -18,15 +18,30 @@ LAYERS, HEADS, KV_HEADS = 4, 8, 2
 LONGEST = 2200
 
 
+def begin(first: str, weight: Tensor, ids: Tensor) -> None:
+    """Look ids up, as a forward pass begins: after it all that was in the stream before has ended."""
+    if first == "embedding":
+        ops.embedding(weight, ids)
+    else:
+        ops.embed_and_weigh(weight, weight[0], ids)
+
+
 def step(
-    settled: bool, caches: Tensor, table: Tensor, slots: Tensor, lens: Tensor, qkvs: list[Tensor], workspace: Tensor
+    first: str,
+    settled: bool,
+    caches: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    lens: Tensor,
+    qkvs: list[Tensor],
+    workspace: Tensor,
 ) -> list[Tensor]:
     """Queue a few layers' rope and attention behind an embedding, as a model does, with nothing in between."""
     cos_sin, positions = angles(DIM, LONGEST, CUDA), lens - 1
     ids = torch.zeros(len(lens), dtype=torch.int32, device=CUDA)
     weight = random(4, 64)
     outs = [torch.full((len(lens), HEADS, DIM), math.nan, device=CUDA).bfloat16() for _ in qkvs]
-    ops.embedding(weight, ids)
+    begin(first, weight, ids)
     for cache, qkv, out in zip(caches, qkvs, outs, strict=True):
         q = ops.rope_kv(qkv, cos_sin, positions, slots, table, cache, HEADS, settled=settled)
         ops.decode_attention(q, cache, table, slots, lens, LONGEST, DIM**-0.5, workspace, out, settled=settled)
@@ -34,9 +49,10 @@ def step(
     return outs
 
 
+@pytest.mark.parametrize("first", ["embedding", "embed_and_weigh"])
 @pytest.mark.parametrize("block_size", [13, 16, 64])
 @pytest.mark.parametrize("rows", [1, 3, 20, 70, 200])
-def test_settled_changes_nothing(rows: int, block_size: int) -> None:
+def test_settled_changes_nothing(rows: int, block_size: int, first: str) -> None:
     torch.manual_seed(rows)
     a_row = -(-LONGEST // block_size)
     table = torch.randperm(rows * a_row, device=CUDA).int().view(rows, a_row)
@@ -53,15 +69,16 @@ def test_settled_changes_nothing(rows: int, block_size: int) -> None:
         before = drawn.clone()
         before[:, blocks, :, :, last % block_size] = math.nan  # a new token's place, read too early, is seen
         qkvs = [random(rows, (HEADS + 2 * KV_HEADS) * DIM) for _ in range(LAYERS)]
-        expected = step(False, before.clone(), table, slots, lens, qkvs, workspace)
+        expected = step(first, False, before.clone(), table, slots, lens, qkvs, workspace)
         for _ in range(3):
-            found = step(True, before.clone(), table, slots, lens, qkvs, workspace)
+            found = step(first, True, before.clone(), table, slots, lens, qkvs, workspace)
             for a, b in zip(found, expected, strict=True):
                 assert a[slots >= 0].isfinite().all()
                 assert same_bits(a, b)
 
 
-def test_a_graph_is_replayed_with_other_rows() -> None:
+@pytest.mark.parametrize("first", ["embedding", "embed_and_weigh"])
+def test_a_graph_is_replayed_with_other_rows(first: str) -> None:
     """What a step reads early lies where it lay in the step before: lengths, slots and tables change in place."""
     torch.manual_seed(2)
     rows, block_size, a_row = 12, 64, -(-LONGEST // 64)
@@ -74,7 +91,7 @@ def test_a_graph_is_replayed_with_other_rows() -> None:
     staged = [torch.empty(x.shape, dtype=torch.int32, pin_memory=True) for x in (lens, slots, positions, table)]
 
     def run(settled: bool) -> Tensor:
-        ops.embedding(weight, slots)
+        begin(first, weight, slots)
         q = ops.rope_kv(qkv, cos_sin, positions, slots, table, cache, HEADS, settled=settled)
         return ops.decode_attention(q, cache, table, slots, lens, LONGEST, DIM**-0.5, workspace, settled=settled)
 
