@@ -5,6 +5,7 @@
 
 #include "gemm_copy.cuh"
 #include "gemm_fused.cuh"
+#include "sm80.cuh"
 
 namespace minivllm::cuda::gemm {
 
@@ -95,13 +96,6 @@ __device__ __forceinline__ void put_matrices(uint32_t address, const uint32_t (&
                "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                : "memory");
 }
-__device__ __forceinline__ void get_matrices(uint32_t (&v)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-               : "r"(address)
-               : "memory");
-}
-
 // One chunk of 64 columns of T from the 32 accumulators at y.
 template <typename T>
 __device__ __forceinline__ void fill_chunk(uint32_t buffer, const float* y, const Place& at) {
@@ -123,7 +117,7 @@ __device__ __forceinline__ void add_residual(float (&acc)[kN / 2], uint32_t chun
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
       uint32_t old[4];
-      get_matrices(old, matrices_address(chunks + chunk * kChunkBytes, at, i));
+      sm80::load_matrices(old, matrices_address(chunks + chunk * kChunkBytes, at, i));
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float2 pair = unpack(old[j], T{});
@@ -185,7 +179,7 @@ __device__ __forceinline__ void weigh_chunk(uint32_t chunk, const Output& o, con
   for (int i = 0; i < kGroupPairs; i += 2) {
     const uint32_t address = matrices_address(chunk, at, i);
     uint32_t pairs[4];  // of both rows, then of the next 8 columns
-    get_matrices(pairs, address);
+    sm80::load_matrices(pairs, address);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float2 v = unpack(pairs[j], T{}), w = unpack(weights[i + j / 2], T{});
