@@ -132,6 +132,9 @@ double predicted_clocks(const LinearParams& p, const GemmConfig& config, int num
          (adding_pair ? kAddingPair : 0);
 }
 
+// Tiles of many tokens that also do the first half of a norm.
+bool weighs(int columns, Sharing sharing) { return columns == 256 && sharing != Sharing::kNone; }
+
 // More tokens: the instance with the smallest prediction.
 GemmConfig config_for_many_tokens(const LinearParams& p, int num_sms) {
   GemmConfig best = {};
@@ -139,7 +142,7 @@ GemmConfig config_for_many_tokens(const LinearParams& p, int num_sms) {
   const bool adds = p.num_chunks > 1 && p.partials == nullptr;
   const auto consider = [&](int warpgroups, int columns, Sharing sharing) {
     if (p.leaders.leaders != nullptr && columns % kLeaderColumns != 0) return;
-    if (p.weighted != nullptr && (columns != 256 || sharing == Sharing::kNone)) return;
+    if (p.weighted != nullptr && !weighs(columns, sharing)) return;
     GemmConfig config = {};
     config.warpgroups = warpgroups;
     config.columns = columns;
@@ -238,7 +241,7 @@ bool weighs_apart(const LinearParams& p, int num_sms) {
   LinearParams product = p;
   product.weighted = nullptr;
   const GemmConfig best = choose_shape(product, num_sms);
-  return best.columns != 256 || best.sharing == Sharing::kNone;
+  return !weighs(best.columns, best.sharing);
 }
 void weigh(const LinearParams& p, Stream stream) {
   WeighRowsParams rows = {};

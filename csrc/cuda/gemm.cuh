@@ -18,9 +18,8 @@ enum class Chunks : int {
 };
 
 // What an instance is compiled for: anything, or one thing that a decoder's steps want, without a
-// bias.
-// The latter are 12 to 43 KB of machine code instead of 32 to 83, which counts in kernels of a few
-// microseconds.
+// bias. The latter are 12 to 43 KB of machine code instead of 32 to 83, which counts in kernels of
+// a few microseconds.
 enum class Task : int {
   kAnything = 0,
   kRopeKv = 1,     // kRopeKv of rows whose norm is half done

@@ -43,8 +43,8 @@ struct Shape {
   // Tiles whose output leaves through shared memory. They need more registers than an even share:
   // the copying warp gets a warpgroup's worth of threads and gives their registers away.
   static constexpr bool kStaged = kTokens > kTileTokens&& kN >= 128;
-  static_assert(!kStaged ||
-                kBlocks == 1);  // a residual takes a slot's weights' place: load_residual
+  // A residual takes the place of a slot's weights: see load_residual.
+  static_assert(!kStaged || kBlocks == 1);
   // Floats of a thread that add up chunks in registers; where there are none for the others, these
   // are parked in shared memory while a chunk is multiplied.
   static constexpr int kKept = !kSums ? 1 : kN == 256 ? 80 : kN / 2;

@@ -167,7 +167,8 @@ def test_nothing_is_written_outside_the_rows() -> None:
     linear, norm = ops.Linear(matrix(2048, 2048)), near_one(2048)
     for tokens in (1, 7, 16, 17, 33, 63, 64, 65, 129, 300):
         # Rows that are apart: past 64 wide tiles take them.
-        room = torch.full((tokens + 64, 4096), math.nan, device=CUDA, dtype=torch.bfloat16)[:, :2048]
+        both = torch.full((tokens + 64, 4096), math.nan, device=CUDA, dtype=torch.bfloat16)
+        room = both[:, :2048]
         room[:tokens] = random(tokens, 2048)
         x = torch.full((tokens + 64, 2048), math.nan, device=CUDA, dtype=torch.bfloat16)
         sums = torch.full((tokens + 64, 32), math.nan, device=CUDA)
@@ -177,6 +178,7 @@ def test_nothing_is_written_outside_the_rows() -> None:
         for part in (room, x, sums):
             assert part[:tokens].isfinite().all(), tokens
             assert part[tokens:].isnan().all(), tokens
+        assert both[:, 2048:].isnan().all(), tokens
 
 
 @pytest.mark.parametrize("k", [576, 2048])
