@@ -25,7 +25,8 @@ from minivllm.batch import Batch, Ints
 from minivllm.block_pool import BlockPool
 from minivllm.defaults import Sizes
 from minivllm.engine import BatchEngine
-from minivllm.runner import Runner, Ticket
+from minivllm.runner import Runner
+from minivllm.ticket import Ticket
 
 
 class IdleRunner:
@@ -42,7 +43,7 @@ class IdleRunner:
     def launch(self, batch: Batch) -> Ticket:
         """Pack the batch into a host buffer."""
         self._turn = (self._turn + 1) % 4
-        batch.pack(self._views[self._turn], batch.num_rows)
+        batch.pack(self._views[self._turn], batch.num_rows, self._turn)
         self.launched.append(time.perf_counter())
         return Ticket(batch, torch.empty(0), None)
 

@@ -97,7 +97,8 @@ inline void linear(const Tensor& out, const Tensor& x, const Tensor& weight, int
 // Logits, or where a row's slot has kLeaderSuffices perhaps none, and their leaders.
 inline void linear_leaders(const Tensor& logits, const Tensor& leaders, const Tensor& x,
                            const Tensor& weight, const OptionalTensor& bias, int64_t num_chunks,
-                           const Tensor& slots, const Tensor& state) {
+                           const Tensor& slots, const Tensor& state,
+                           const OptionalTensor& square_sums, double eps) {
   check_on_cuda(x, "linear_leaders");
   CHECK_ROWS(logits, at::kFloat, x);
   const int64_t n = logits.size(1);
@@ -112,6 +113,7 @@ inline void linear_leaders(const Tensor& logits, const Tensor& leaders, const Te
   p.out_stride = row_stride(logits);
   p.leaders = {static_cast<uint64_t*>(leaders.data_ptr()), ints(slots), ints(state),
                row_stride(state)};
+  if (square_sums.has_value()) use_square_sums(p, *square_sums, eps, x);
   check_uses_wgmma(p, x);
   LAUNCH_CUDA(linear, x, p);
 }

@@ -33,7 +33,9 @@ inline void sample(const Tensor& tokens, const Tensor& logits, const Tensor& slo
                    const Tensor& positions, const Tensor& state, const OptionalTensor& counts,
                    const OptionalTensor& bias_ids, const OptionalTensor& bias_values,
                    const OptionalTensor& bias_until, const OptionalTensor& workspace,
-                   const OptionalTensor& leaders) {
+                   const OptionalTensor& leaders, bool settled,
+                   const OptionalTensor& step_positions, const OptionalTensor& turns,
+                   const OptionalTensor& host_tokens) {
   CHECK_ROWS(logits, at::kFloat, logits);
   const int64_t num_rows = logits.size(0), vocab_size = logits.size(1);
   CHECK_DENSE(slots, at::kInt, logits);
@@ -62,10 +64,26 @@ inline void sample(const Tensor& tokens, const Tensor& logits, const Tensor& slo
     check_on_cuda(logits, "sample with leaders");
     check_leaders(*leaders, num_rows, vocab_size, logits);
   }
+  StepCounters counters{};
+  if (step_positions.has_value()) {
+    check_on_cuda(logits, "sample with counters");
+    if (!turns.has_value() || !host_tokens.has_value()) fail("counters need their three parts");
+    for (const Tensor* t : {&*step_positions, &*turns}) {
+      check_dense(*t, "step_positions, turns", at::kInt, logits);
+      check_shape(*t, "step_positions, turns", "num_rows", {num_rows});
+    }
+    const Tensor& host = *host_tokens;
+    if (host.scalar_type() != at::kInt || host.dim() != 2 || !host.is_contiguous() ||
+        !host.is_pinned() || host.size(0) < 1 || host.size(1) < num_rows)
+      fail("host_tokens is int32 [turns, num_rows or more] in pinned memory of the host");
+    counters = {static_cast<int32_t*>(step_positions->data_ptr()),
+                static_cast<int32_t*>(turns->data_ptr()), static_cast<int32_t*>(host.data_ptr()),
+                host.size(0), host.size(1)};
+  }
   const SampleParams p{static_cast<const float*>(logits.data_ptr()),
                        row_stride(logits),
                        ints(slots),
-                       ints(positions),
+                       static_cast<int32_t*>(positions.data_ptr()),
                        static_cast<int32_t*>(state.data_ptr()),
                        row_stride(state),
                        data_or_null<int32_t>(counts),
@@ -77,7 +95,9 @@ inline void sample(const Tensor& tokens, const Tensor& logits, const Tensor& slo
                        num_rows,
                        vocab_size,
                        data_or_null<const uint64_t>(leaders),
-                       data_or_null(workspace)};
+                       data_or_null(workspace),
+                       settled,
+                       counters};
   LAUNCH(sample, logits, p);
 }
 

@@ -250,6 +250,16 @@ struct CopyWordsParams {
   int64_t num_words;
 };
 
+// What a step of a captured graph leaves for the next one, so that the host need not send it words
+// that only count on: each row's position and length grow by one, and its token goes to the host,
+// to row turns[row] of host_tokens, the next one to the row after that.
+struct StepCounters {
+  int32_t* positions;    // [num_rows]; null: nothing of this happens
+  int32_t* turns;        // [num_rows], in 0 .. num_turns - 1
+  int32_t* host_tokens;  // [num_turns, host_stride], pinned memory of the host
+  int64_t num_turns, host_stride;
+};
+
 // Draws the next token of each row and stores it as the slot's last token.
 // logits' = ((logits + bias) with penalties) / temperature, then min-p, top-k, top-p as vLLM
 // defines them; the draw is the arg-max of logits' + Gumbel noise keyed by (seed, sample, position,
@@ -258,9 +268,10 @@ struct CopyWordsParams {
 struct SampleParams {
   const float* logits;  // [num_rows, vocab_size], rows logits_stride apart; not written
   int64_t logits_stride;
-  const int32_t* slots;      // [num_rows], -1: padding, nothing happens
-  const int32_t* positions;  // [num_rows] position that the new token takes in its sequence
-  int32_t* state;            // [num_slots, state_stride], SlotWord; kLastToken is written
+  const int32_t* slots;  // [num_rows], -1: padding, nothing happens
+  int32_t* positions;    // [num_rows] position that the new token takes in its sequence;
+                         // written where there are counters
+  int32_t* state;        // [num_slots, state_stride], SlotWord; kLastToken is written
   int64_t state_stride;
   int32_t* counts;  // [num_slots, vocab_size]: bit 30 = in the prompt, low bits = times generated;
                     // may be null
@@ -273,7 +284,9 @@ struct SampleParams {
   int32_t* tokens;  // [num_rows] out
   int64_t num_rows, vocab_size;
   const uint64_t* leaders;  // cuda: LeadersTo's, for slots with kLeaderSuffices; may be null
-  void* workspace;  // cuda: sample_workspace_size() bytes, zeroed once at creation; cpu: null
+  void* workspace;        // cuda: sample_workspace_size() bytes, zeroed once at creation; cpu: null
+  bool settled;           // cuda: slots and state's flags are: see AttentionParams
+  StepCounters counters;  // cuda
 };
 
 // Log probabilities of the raw logits: of one token a row, its rank (1 = likeliest), and of the

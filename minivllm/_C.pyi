@@ -110,6 +110,8 @@ def linear_leaders(
     num_chunks: int,
     slots: Tensor,
     state: Tensor,
+    square_sums: Tensor | None,
+    eps: float,
     /,
 ) -> None: ...
 def linear_residual_norm(
@@ -155,6 +157,10 @@ def sample(
     bias_until: Tensor | None,
     workspace: Tensor | None,
     leaders: Tensor | None,
+    settled: bool,
+    step_positions: Tensor | None,
+    turns: Tensor | None,
+    host_tokens: Tensor | None,
     /,
 ) -> None: ...
 def sample_workspace_size(max_rows: int, vocab_size: int, /) -> int: ...

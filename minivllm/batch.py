@@ -80,21 +80,24 @@ class Batch:
         """The longest run of prompt tokens."""
         return int(np.diff(self.q_starts).max()) if len(self.seq_slots) else 0
 
-    def pack(self, out: Ints, rows: int) -> list[int]:
+    def pack(self, out: Ints, rows: int, turn: int) -> list[int]:
         """Lay the arrays end to end in ``out`` and return where each begins, the end last.
 
         Parameters
         ----------
         out : int32 array, written
         rows : int
-            Room for each of the first four arrays of a decode-only step, padded with slot -1, so that a captured
+            Room for each of the first five arrays of a decode-only step, padded with slot -1, so that a captured
             graph finds them at fixed places.
+        turn : int
+            What the rows of a decode-only step have as their turns: see `minivllm.ops.StepCounters`.
 
         Returns
         -------
         list of int
-            Starts of token_ids, positions, slots, sample_lens, sample_rows, sample_slots, seq_slots, seq_lens,
-            q_starts, updates, and the end. A decode-only step has no arrays between sample_lens and updates.
+            Starts of token_ids, positions, slots, sample_lens, turns, sample_rows, sample_slots, seq_slots, seq_lens,
+            q_starts, updates, and the end. A decode-only step has no arrays between turns and updates, others have
+            no turns.
         """
         if self.decode_only:
             n = len(self.token_ids)
@@ -102,7 +105,8 @@ class Batch:
             for i, part in enumerate(parts):
                 out[i * rows : i * rows + n] = part
                 out[i * rows + n : (i + 1) * rows] = -1 if i == 2 else 0
-            starts = [0, rows, 2 * rows, 3 * rows] + [4 * rows] * 6
+            out[4 * rows : 5 * rows] = turn
+            starts = [0, rows, 2 * rows, 3 * rows, 4 * rows] + [5 * rows] * 6
         else:
             starts = []
             at = 0
@@ -111,6 +115,7 @@ class Batch:
                 self.positions,
                 self.slots,
                 self.sample_lens,
+                _empty(),
                 self.sample_rows,
                 self.sample_slots,
                 self.seq_slots,
@@ -128,5 +133,5 @@ class Batch:
 
     def size(self, rows: int) -> int:
         """Return how many int32 `pack` needs."""
-        per_token = 4 * rows if self.decode_only else 3 * self.num_tokens + 3 * self.num_rows
+        per_token = 5 * rows if self.decode_only else 3 * self.num_tokens + 3 * self.num_rows
         return per_token + 3 * len(self.seq_slots) + 1 + len(self.updates)

@@ -23,10 +23,11 @@ from minivllm.loader import load_weights, resolve_model
 from minivllm.lock import FairLock
 from minivllm.model import Model
 from minivllm.request import FinishReason, Generation
-from minivllm.runner import Runner, Ticket
+from minivllm.runner import Runner
 from minivllm.saving import ModelFiles
 from minivllm.scheduler import Scheduler
 from minivllm.sequence import Request, Sequence
+from minivllm.ticket import Ticket
 from minivllm.timeline import Timeline
 from minivllm.tokenizer import Tokenizer
 from minivllm.turns import Turns

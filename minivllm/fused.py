@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minivllm import ops
-from minivllm.split_norm import NORM_COLUMNS
+from minivllm.split_norm import NORM_COLUMNS, Weighed
 
 if TYPE_CHECKING:
     from minivllm.model import Cache, Inputs, Model
@@ -38,27 +38,27 @@ def suits(model: Model) -> bool:
         and config.hidden_size % NORM_COLUMNS == 0
         and config.hidden_size <= _LARGEST_HIDDEN
         and all(layer.q_norm is None and layer.k_norm is None for layer in model.layers)
+        and model.lm_head.uses_wgmma
         and all(
             linear.uses_wgmma for layer in model.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
         )
     )
 
 
-def hidden_states(model: Model, inputs: Inputs, cache: Cache, keep_all: bool) -> Tensor:
-    """Do what `minivllm.model.Model.forward` does."""
+def hidden_states(model: Model, inputs: Inputs, cache: Cache, keep_all: bool) -> Weighed:
+    """Do what `minivllm.model.Model.forward` does; the last norm's second half is left to the logits' product."""
     eps, layers = model.config.rms_norm_eps, model.layers
     residual, rows = ops.embed_and_weigh(
         model.embed, layers[0].input_norm, inputs.token_ids, inputs.slots, cache.last_tokens
     )
-    for i, layer in enumerate(layers):
+    norms = [*(layer.input_norm for layer in layers[1:]), model.norm]  # after each layer
+    for i, (layer, norm) in enumerate(zip(layers, norms, strict=True)):
         q = _queries(model, layer.qkv, rows, inputs, cache, i)
         x, residual = model.attend(q, residual, inputs, cache, i, keep_all)
         rows = _add_and_weigh(layer.o, residual, x.flatten(1), layer.post_norm, _ROWS_OF_O_JOINED)
         x = layer.gate_up(rows.x, square_sums=rows.square_sums, eps=eps)
-        if i + 1 == len(layers):
-            break
-        rows = _add_and_weigh(layer.down, residual, x, layers[i + 1].input_norm, _ROWS_OF_DOWN_JOINED)
-    return ops.rms_norm(residual, model.norm, eps, partials=layers[-1].down.add_to(residual, x))
+        rows = _add_and_weigh(layer.down, residual, x, norm, _ROWS_OF_DOWN_JOINED)
+    return rows
 
 
 def _queries(model: Model, qkv: ops.Linear, rows: ops.Weighed, inputs: Inputs, cache: Cache, i: int) -> Tensor:

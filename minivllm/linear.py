@@ -147,7 +147,15 @@ class Linear:
         """Say whether `logits` works: for one chain over K, by the kernel for Hopper."""
         return self.uses_wgmma and self.num_chunks == 1 and not self.gate_up
 
-    def logits(self, x: Tensor, leaders: Leaders, out: Tensor | None = None) -> Tensor:
+    def logits(
+        self,
+        x: Tensor,
+        leaders: Leaders,
+        out: Tensor | None = None,
+        *,
+        square_sums: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
         """Multiply rows to float32, and note the largest of every 64 columns of a row.
 
         Parameters
@@ -159,6 +167,8 @@ class Linear:
             are written.
         out
             ``float32[num_tokens, out_size]``, or None.
+        square_sums, eps
+            Of `Weighed` rows, whose ``x`` is x.
 
         Returns
         -------
@@ -175,7 +185,7 @@ class Linear:
         if out is None:
             out = torch.empty((x.shape[0], self.out_size), dtype=torch.float32, device=x.device)
         noted, slots, state = leaders
-        _C.linear_leaders(out, noted, x, self.weight, self.bias, self.num_chunks, slots, state)
+        _C.linear_leaders(out, noted, x, self.weight, self.bias, self.num_chunks, slots, state, square_sums, eps)
         return out
 
     def begin(self, x: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from minivllm.request import Logprob
-from minivllm.runner import PromptLogprobs, RowLogprobs
 from minivllm.sequence import Request, Sequence
+from minivllm.ticket import PromptLogprobs, RowLogprobs
 
 
 def _entry(request: Request, found: RowLogprobs, row: int, token: int, top_n: int) -> dict[int, Logprob]:

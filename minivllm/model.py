@@ -13,6 +13,7 @@ from minivllm.config import rope_cos_sin
 
 if TYPE_CHECKING:
     from minivllm.config import ModelConfig
+    from minivllm.split_norm import States
 
 
 @dataclass
@@ -103,7 +104,7 @@ class Model:
             k_norm=maybe("k_norm"),
         )
 
-    def forward(self, inputs: Inputs, cache: Cache, keep_all: bool = False) -> Tensor:
+    def forward(self, inputs: Inputs, cache: Cache, keep_all: bool = False) -> States:
         """Write the step's keys and values to the cache and return the hidden states that logits come from.
 
         Parameters
@@ -117,8 +118,8 @@ class Model:
 
         Returns
         -------
-        Tensor
-            ``[R or T, hidden_size]``, normed.
+        Tensor or ops.Weighed
+            ``[R or T, hidden_size]``, normed, or half so where the model is fused: for `logits`.
         """
         if self.fused and inputs.token_ids.shape[0] <= self.layers[0].qkv.most_rows:
             return fused.hidden_states(self, inputs, cache, keep_all)
@@ -194,11 +195,13 @@ class Model:
             q, kv, table, slots, lens, longest, self.scale, cache.workspace, out, settled=settled
         )
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None, leaders: ops.Leaders | None = None) -> Tensor:
-        """Return float32 ``[rows, vocab_size]``, in ``out`` if given, of normed states ``[rows, hidden_size]``.
+    def logits(self, hidden: States, out: Tensor | None = None, leaders: ops.Leaders | None = None) -> Tensor:
+        """Return float32 ``[rows, vocab_size]``, in ``out`` if given, of what `forward` gave, or of rows of it.
 
         With ``leaders``, which need a head that finds them, there are those, and logits as far as they are wanted.
         """
+        x, square_sums = hidden if isinstance(hidden, ops.Weighed) else (hidden, None)
+        eps = self.config.rms_norm_eps
         if leaders is not None:
-            return self.lm_head.logits(hidden, leaders, out)
-        return self.lm_head(hidden, out_dtype=torch.float32, out=out)
+            return self.lm_head.logits(x, leaders, out, square_sums=square_sums, eps=eps)
+        return self.lm_head(x, out_dtype=torch.float32, out=out, square_sums=square_sums, eps=eps)

@@ -30,6 +30,7 @@ from minivllm.sampling_ops import TOP_K as TOP_K
 from minivllm.sampling_ops import TOP_P as TOP_P
 from minivllm.sampling_ops import USES_COUNTS as USES_COUNTS
 from minivllm.sampling_ops import Leaders as Leaders
+from minivllm.sampling_ops import StepCounters as StepCounters
 from minivllm.sampling_ops import argmax as argmax
 from minivllm.sampling_ops import copy_words as copy_words
 from minivllm.sampling_ops import count_tokens as count_tokens

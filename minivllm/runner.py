@@ -6,7 +6,6 @@ import itertools
 import time
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,53 +17,14 @@ from minivllm.graphs import Graph, Graphs
 from minivllm.model import Cache, Inputs, Model
 from minivllm.sampler import MAX_BIAS, NUM_SLOT_WORDS
 from minivllm.sequence import Sequence
+from minivllm.split_norm import take_rows
+from minivllm.ticket import PromptLogprobs, Replayed, RowLogprobs, Ticket
 
 if TYPE_CHECKING:
-    from minivllm.timeline import Step
+    from minivllm.split_norm import States
 
 _LOGITS_ROWS = 256  # rows of a prompt whose logits stand in memory at once
 _RING = 4  # host buffers and events in turn, used again after their step, and the one after it, were collected
-
-
-@dataclass
-class RowLogprobs:
-    """Log probabilities of R drawn tokens and of the likeliest ones beside them, on the host."""
-
-    logprobs: Tensor  # float32 [R]
-    ranks: Tensor  # int32 [R]
-    top_ids: Tensor  # int32 [R, n]
-    top_logprobs: Tensor  # float32 [R, n]
-
-
-@dataclass
-class PromptLogprobs:
-    """Log probabilities of ``count`` prompt tokens of a sequence, from position ``first`` on."""
-
-    sequence: Sequence
-    first: int
-    tokens: list[int]
-    rows: list[RowLogprobs]
-
-
-@dataclass
-class Ticket:
-    """Stand for a launched step until it is collected."""
-
-    batch: Batch
-    tokens: Tensor  # int32 [R] on the host, good once `event` has happened
-    event: torch.cuda.Event | None
-    started: torch.cuda.Event | None = None
-    seconds: float = 0.0  # that the launch took, where it is the step itself: on the CPU
-    logprobs: RowLogprobs | None = None
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    errors: dict[int, Exception] = field(default_factory=dict)  # row -> what its logits_fn raised
-    step: Step | None = None  # its record in the timeline
-
-    def device_time(self) -> float:
-        """Return the seconds that a collected step took on the device."""
-        if self.started is None or self.event is None:
-            return self.seconds
-        return float(self.started.elapsed_time(self.event)) / 1e3
 
 
 class Runner:
@@ -114,9 +74,10 @@ class Runner:
         self._staging = torch.zeros(size, dtype=torch.int32, device=self.device)
         self._ring = [torch.zeros(size, dtype=torch.int32, pin_memory=self.on_gpu) for _ in range(_RING)]
         self._views = [buffer.numpy() for buffer in self._ring]
-        self._results = [torch.zeros(num_slots, dtype=torch.int32, pin_memory=self.on_gpu) for _ in range(_RING)]
+        self._results = torch.zeros(_RING, num_slots, dtype=torch.int32, pin_memory=self.on_gpu)
         self._events = [(self._event(), self._event()) for _ in range(_RING if self.on_gpu else 0)]
         self._turn = 0
+        self._replayed: Replayed | None = None  # the step before, if it was a graph's
         use_graphs = cuda_graphs and self.on_gpu
         self._graphs = Graphs(self.device, num_slots, config.vocab_size) if use_graphs else None
 
@@ -131,6 +92,7 @@ class Runner:
 
     def _launch(self, batch: Batch) -> Ticket:
         self._turn = (self._turn + 1) % _RING
+        replayed, self._replayed = self._replayed, None
         started, ended = self._begin() if self.on_gpu else (None, None)
         start = time.perf_counter()
         for setup in batch.setups:
@@ -138,26 +100,29 @@ class Runner:
         graph = None
         if self._graphs is not None and batch.decode_only and not batch.host_rows:
             graph = self._graphs.get(batch.num_rows, self._record)
-        inputs = self._send(batch, graph)
         errors: dict[int, Exception] = {}
         prompt_logprobs: list[PromptLogprobs] = []
+        out = self._results[self._turn]
         if graph is not None:
-            graph.graph.replay()
+            if replayed is None or not replayed.leads_to(batch, graph):
+                self._send(batch, graph)
+            graph.graph.replay()  # which tells the host its tokens
+            self._replayed = Replayed(graph, batch.slots, batch.positions)
             logits, tokens = graph.logits[: batch.num_rows], graph.tokens[: batch.num_rows]
         else:
+            inputs = self._send(batch, None)
             keep_all = bool(batch.prompt_logprobs)
             hidden = self.model.forward(inputs, self.cache, keep_all)
             if keep_all:
                 prompt_logprobs = [self._prompt_logprobs(hidden, *entry) for entry in batch.prompt_logprobs]
-                hidden = hidden if inputs.sample_rows is None else hidden.index_select(0, inputs.sample_rows)
+                hidden = hidden if inputs.sample_rows is None else take_rows(hidden, inputs.sample_rows)
             logits = self._logits(hidden, inputs)
             drawn_from = self._call_logits_fns(batch, logits, errors) if batch.host_rows else logits
             tokens = self._sample(drawn_from, inputs)
+            self._copy(out[: batch.num_rows], tokens)
         logprobs = None
         if batch.num_logprobs >= 0 and batch.num_rows:
             logprobs = self._row_logprobs(logits, tokens, batch.num_logprobs)
-        out = self._results[self._turn]
-        self._copy(out[: batch.num_rows], tokens)
         if ended is not None:
             ended.record()
         return Ticket(batch, out, ended, started, time.perf_counter() - start, logprobs, prompt_logprobs, errors)
@@ -203,13 +168,13 @@ class Runner:
         need = batch.size(rows)
         if need > len(view):
             raise RuntimeError(f"a step of {need} words does not fit the staging buffer of {len(view)}")
-        at = batch.pack(view, rows)
+        at = batch.pack(view, rows, self._turn)
         staged = self._staging[: at[-1]]
         self._copy(staged, self._ring[self._turn][: at[-1]])
         parts = torch.split(staged, [end - start for start, end in itertools.pairwise(at)])
         if batch.updates:
-            ops.update_state(self.state, parts[9].view(-1, 2))
-        token_ids, positions, slots, lens, sample_rows, sample_slots, seq_slots, seq_lens, starts, _ = parts
+            ops.update_state(self.state, parts[10].view(-1, 2))
+        token_ids, positions, slots, lens, _, sample_rows, sample_slots, seq_slots, seq_lens, starts, _ = parts
         if batch.decode_only:
             return Inputs(rows, token_ids, positions, slots, lens, slots, None, max_seq_len=longest)
         return Inputs(
@@ -227,8 +192,8 @@ class Runner:
             longest,
         )
 
-    def _logits(self, hidden: Tensor, inputs: Inputs, out: Tensor | None = None) -> Tensor:
-        noted = self._noted(hidden)
+    def _logits(self, hidden: States, inputs: Inputs, out: Tensor | None = None) -> Tensor:
+        noted = self._noted(inputs.sample_slots)
         leaders = None if noted is None else ops.Leaders(noted, inputs.sample_slots, self.state)
         return self.model.logits(hidden, out, leaders)
 
@@ -236,7 +201,7 @@ class Runner:
         """Return where the leaders of so many rows are noted, if the model's head finds them."""
         return None if self._leaders is None else self._leaders[: rows.shape[0]]
 
-    def _sample(self, logits: Tensor, inputs: Inputs) -> Tensor:
+    def _sample(self, logits: Tensor, inputs: Inputs, counters: ops.StepCounters | None = None) -> Tensor:
         return ops.sample(
             logits,
             inputs.sample_slots,
@@ -246,6 +211,8 @@ class Runner:
             bias=self._bias,
             workspace=self._sample_workspace,
             leaders=self._noted(logits),
+            settled=True,
+            counters=counters,
         )
 
     def _row_logprobs(self, logits: Tensor, tokens: Tensor, top_n: int) -> RowLogprobs:
@@ -259,10 +226,11 @@ class Runner:
 
     def _record(self, rows: int, logits: Tensor) -> Tensor:
         """Run a decode step of this many rows as it is captured: its inputs lie where `_send` puts them."""
-        token_ids, positions, slots, lens = (self._staging[i * rows : (i + 1) * rows] for i in range(4))
+        token_ids, positions, slots, lens, turns = (self._staging[i * rows : (i + 1) * rows] for i in range(5))
         # A graph is captured once for all lengths, so it takes the limit.
         inputs = Inputs(rows, token_ids, positions, slots, lens, slots, None, max_seq_len=self.max_seq_len)
-        return self._sample(self._logits(self.model.forward(inputs, self.cache), inputs, logits), inputs)
+        logits = self._logits(self.model.forward(inputs, self.cache), inputs, logits)
+        return self._sample(logits, inputs, ops.StepCounters(positions, turns, self._results))
 
     # ---------------------------------------------------------------- what only some requests ask for
 
@@ -291,7 +259,7 @@ class Runner:
         """Copy values to the device without waiting for what it is doing, as a copy of pageable memory would."""
         return torch.tensor(values, dtype=dtype, pin_memory=self.on_gpu).to(self.device, non_blocking=True)
 
-    def _prompt_logprobs(self, hidden: Tensor, sequence: Sequence, row: int, first: int, count: int) -> PromptLogprobs:
+    def _prompt_logprobs(self, hidden: States, sequence: Sequence, row: int, first: int, count: int) -> PromptLogprobs:
         """Compute log probabilities of the prompt tokens that follow the ``count`` tokens from ``first`` on."""
         end = min(first + count + 1, sequence.prompt_len)
         tokens = sequence.tokens[first + 1 : end]
@@ -299,7 +267,7 @@ class Runner:
         top_n = sequence.params.prompt_logprobs or 0
         for at in range(0, len(tokens), _LOGITS_ROWS):
             ids = self._upload(tokens[at : at + _LOGITS_ROWS], torch.int32)
-            logits = self.model.logits(hidden[row + at : row + at + len(ids)])
+            logits = self.model.logits(take_rows(hidden, slice(row + at, row + at + len(ids))))
             out.rows.append(self._row_logprobs(logits, ids, top_n))
         return out
 

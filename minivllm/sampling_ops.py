@@ -42,6 +42,18 @@ class Leaders(NamedTuple):
     state: Tensor
 
 
+class StepCounters(NamedTuple):
+    """Say what a draw does beside: count on for the next step of the same rows, and tell the host.
+
+    Rows with a slot get their position, and the ``positions`` that `sample` is given, one higher; their token goes to
+    row ``turns[row]`` of ``host_tokens``, and their turn goes on to the row after that, or to the first.
+    """
+
+    positions: Tensor  # int32 [num_rows], on the device, of the tokens that the step computes
+    turns: Tensor  # int32 [num_rows], on the device
+    host_tokens: Tensor  # int32 [num_turns, num_rows or more], contiguous, in pinned memory of the host
+
+
 _ONE_BITS: int = struct.unpack("<i", struct.pack("<f", 1.0))[0]
 
 
@@ -81,6 +93,8 @@ def sample(
     bias: tuple[Tensor, Tensor, Tensor] | None = None,
     workspace: Tensor | None = None,
     leaders: Tensor | None = None,
+    settled: bool = False,
+    counters: StepCounters | None = None,
 ) -> Tensor:
     """Draw the next token of each row by the parameters in its slot's state.
 
@@ -104,6 +118,11 @@ def sample(
         What ``sample_workspace`` gave: written to, and left as it was found.
     leaders
         What `Linear.logits` has noted, for slots with ``LEADER_SUFFICES``, whose logits are then not read.
+    settled
+        Nothing still running in the stream writes ``slots`` or the flags in ``state``: see
+        `minivllm.ops.decode_attention`.
+    counters
+        For CUDA: what is written beside.
 
     Returns
     -------
@@ -112,7 +131,24 @@ def sample(
     """
     tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
     ids, values, until = bias if bias is not None else (None, None, None)
-    _C.sample(tokens, logits, slots, positions, state, counts, ids, values, until, workspace, leaders)
+    step_positions, turns, host_tokens = counters if counters is not None else (None, None, None)
+    _C.sample(
+        tokens,
+        logits,
+        slots,
+        positions,
+        state,
+        counts,
+        ids,
+        values,
+        until,
+        workspace,
+        leaders,
+        settled,
+        step_positions,
+        turns,
+        host_tokens,
+    )
     return tokens
 
 

@@ -28,6 +28,21 @@ class Weighed(NamedTuple):
     square_sums: Tensor  # float32 [num_rows, hidden_size / NORM_COLUMNS], of the rows before the weight
 
 
+# Rows of hidden states: normed, or their norm half done.
+States = Tensor | Weighed
+
+
+def take_rows(states: States, rows: slice | Tensor) -> States:
+    """Return some rows, by a slice or by their indices."""
+    if isinstance(states, Weighed):
+        return Weighed(_take(states.x, rows), _take(states.square_sums, rows))
+    return _take(states, rows)
+
+
+def _take(x: Tensor, rows: slice | Tensor) -> Tensor:
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
 def empty_weighed(rows: Tensor) -> Weighed:
     """Allocate what becomes of ``[num_rows, hidden_size]``."""
     shape = (rows.shape[0], rows.shape[1] // NORM_COLUMNS)

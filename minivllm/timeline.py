@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from minivllm.batch import Batch
-    from minivllm.runner import Ticket
     from minivllm.scheduler import Scheduler
     from minivllm.sequence import Sequence
+    from minivllm.ticket import Ticket
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from minivllm.scheduler import Scheduler
 from minivllm.sequence import Request, Sequence
 
 if TYPE_CHECKING:
-    from minivllm.runner import Runner, Ticket
+    from minivllm.runner import Runner
+    from minivllm.ticket import Ticket
 
 
 class Turns:

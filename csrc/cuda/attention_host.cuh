@@ -7,6 +7,9 @@
 
 namespace minivllm::cuda::attention {
 
+constexpr int kSmemPerSm = 227 * 1024;
+constexpr int kSmemReserved = 1024;  // of each block, by the hardware
+
 // float32, decode and prefill.
 void launch_simt_attention(const AttentionParams& p, Stream stream);
 

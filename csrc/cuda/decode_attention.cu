@@ -32,8 +32,6 @@ using namespace attention;
 
 constexpr int kThreads = kDecodeComputeThreads + kWarpSize;
 constexpr int64_t kMaxPartialBytes = int64_t{32} << 20;
-constexpr int kSmemPerSm = 227 * 1024;
-constexpr int kSmemReserved = 1024;  // of each block, by the hardware
 
 // Shared memory, in order: ring, exchange, scratch, tile counts.
 template <int kHeadDim, int kUnits>
@@ -260,7 +258,7 @@ void launch_decode(const AttentionParams& p, Stream stream) {
   if constexpr (has_decode_sm90(kHeadDim)) {
     if (hopper) {
       if (launch_decode_quick<T, kHeadDim>(w, stream)) return;
-      return launch_decode_sm90<T, kHeadDim, kHeadDim == 64 ? 6 : 3, 2>(w, max_blocks, stream);
+      return launch_decode_sm90<T, kHeadDim>(w, max_blocks, stream);
     }
   }
   // Three units where shared memory has room for them.

@@ -200,7 +200,7 @@ static __global__ void MINIVLLM_QUICK_CLUSTER __launch_bounds__(kDecodeSm90Threa
   if (threadIdx.x == 0) {
     using Q = QuickLayout<kHeadDim>;
     sm90::mbarrier_init(ring + Q::kStart + Q::kBarrier, 1);
-    make_barriers<kHeadDim, kTilesPerSplit>(work, ring);
+    make_barriers<DecodeSm90Layout<kHeadDim, kTilesPerSplit>>(work, ring);
   }
   sm90::cluster_barrier();  // the first block's barrier stands before another block counts on it
   if (!p.settled) pdl_wait();
@@ -217,7 +217,7 @@ static __global__ void MINIVLLM_QUICK_CLUSTER __launch_bounds__(kDecodeSm90Threa
   }
   if (__reduce_max_sync(kFullMask, most) > kQuickBlocks * kSplitTokens) {
     if (static_cast<int>(blockIdx.x) >= w.num_ctas) return pdl_wait();
-    return decode_share<T, kHeadDim, kTilesPerSplit>(work, base, ring);
+    return decode_share<T, DecodeSm90Layout<kHeadDim, kTilesPerSplit>>(work, base, ring);
   }
   const int split = static_cast<int>(blockIdx.x) % kQuickBlocks;
   if (slot < 0 || split * kSplitTokens >= length || threadIdx.x >= kDecodeComputeThreads)

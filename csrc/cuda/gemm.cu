@@ -87,6 +87,9 @@ GemmConfig config_for_few_tokens(const LinearParams& p, int num_sms) {
   constexpr int kManyTiles = 4;
   const bool many_tiles = ceil_div(p.n, config.columns) > int64_t{kManyTiles} * num_sms;
   if (!very_few || many_tiles) config.ring_bytes = kWholeRing;
+  // A block of the draw that follows has room beside it.
+  constexpr int kRingBesideDraw = 176 * 1024;
+  if (p.leaders.leaders != nullptr) config.ring_bytes = kRingBesideDraw;
   return config;
 }
 
@@ -211,10 +214,10 @@ void check_fused(const LinearParams& p) {
     throw std::invalid_argument(
         "linear: norm_weight, weighted, cos_sin and the cache must begin at a multiple of 16 "
         "bytes");
-  const bool whole = p.n % kNormColumns == 0 && p.k % kNormColumns == 0;
+  const bool whole = p.n % kNormColumns == 0;
   const int64_t heads = p.rope.num_q_heads + 2 * p.rope.kv.num_kv_heads;
-  if (p.square_sums != nullptr && !whole)
-    throw std::invalid_argument("linear: half an RMSNorm needs n and k in multiples of 64");
+  if (p.square_sums != nullptr && p.k % kNormColumns != 0)
+    throw std::invalid_argument("linear: half an RMSNorm is of k in multiples of 64");
   if (p.weighted != nullptr && (!whole || p.epilogue != Epilogue::kResidual))
     throw std::invalid_argument("linear: a norm follows a residual of 64 columns or a multiple");
   const bool weighs_many = p.weighted != nullptr && p.num_chunks > 1;
@@ -265,7 +268,7 @@ Task task_of(const LinearParams& p, const GemmConfig& config) {
   if (p.partials != nullptr) return Task::kLeaveSums;
   const bool normed = p.square_sums != nullptr;
   if (p.weighted != nullptr) return normed ? Task::kAnything : Task::kWeigh;
-  if (p.leaders.leaders != nullptr) return normed ? Task::kAnything : Task::kLogits;
+  if (p.leaders.leaders != nullptr) return Task::kLogits;
   if (normed && p.epilogue == Epilogue::kRopeKv) return Task::kRopeKv;
   return normed && p.epilogue == Epilogue::kSiluMul ? Task::kSiluMul : Task::kAnything;
 }

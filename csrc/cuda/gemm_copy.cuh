@@ -214,10 +214,10 @@ struct Walk {
   int bytes;  // of the stage
 
   __device__ explicit Walk(const Problem& p) : at(p) { find(p); }
-  // Past the last stage of a staged tile it is for the caller to go on: a residual may follow.
-  __device__ void next_stage(const Problem& p) {
+  // Past the last stage of a tile with a residual it is for the caller to go on.
+  __device__ void next_stage(const Problem& p, bool residual) {
     block += S::kBlocks;
-    if (++at.stage == p.tile_stages && !S::kStaged) next_tile(p);
+    if (++at.stage == p.tile_stages && !residual) next_tile(p);
   }
   __device__ void next_tile(const Problem& p) {
     at.next_tile(p);
@@ -270,19 +270,19 @@ __device__ __forceinline__ void produce(const Problem& p, uint32_t x_ring, uint3
     sm90::mbarrier_expect(full + 8 * slot, walk.bytes);
     walk.load_weight(p, weight_ring + slot * kWeightBytes, full + 8 * slot, weight_policy);
   };
-  // Of staged tiles the first at most: what follows it may be its residual.
-  const int ahead = S::kStaged ? min(p.stages, p.tile_stages) : p.stages;
+  const bool residual = S::kStaged && p.output.epilogue == Epilogue::kResidual;
+  const int ahead = residual ? min(p.stages, p.tile_stages) : p.stages;
   int filled = 0;
   for (; filled < ahead && !walk.at.done(p); ++filled) {
     load_weight(filled);
-    walk.next_stage(p);
+    walk.next_stage(p, residual);
   }
   sm90::prefetch_tensor_map(&p.x.whole);
   Walk<S> behind(p);  // the same stages' tokens
   pdl_wait();
   for (int slot = 0; slot < ahead && !behind.at.done(p); ++slot) {
     behind.load_x(p, x_ring + slot * x_bytes, full + 8 * slot, x_policy);
-    behind.next_stage(p);
+    behind.next_stage(p, residual);
   }
   int slot = filled == p.stages ? 0 : filled;
   uint32_t parity = filled == p.stages ? 0 : 1;  // of what was never filled, and has no wait
@@ -321,7 +321,7 @@ __device__ __forceinline__ void produce(const Problem& p, uint32_t x_ring, uint3
       }
     }
     if constexpr (S::kStaged) {
-      if (p.output.epilogue == Epilogue::kResidual) {
+      if (residual) {
 #pragma unroll 1
         for (int i = 0; i < S::kWarpgroups; ++i) {
           sm90::mbarrier_wait(empty + 8 * slot, parity);

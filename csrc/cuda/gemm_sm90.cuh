@@ -74,7 +74,7 @@ __device__ __forceinline__ decltype(auto) output_for(const Output& given) {
                  : kTask == Task::kWeigh   ? Epilogue::kResidual
                                            : Epilogue::kNone;
     if (kIsNormed) __builtin_assume(o.square_sums != nullptr);
-    if (!kIsNormed) o.square_sums = nullptr;
+    if (!kIsNormed && kTask != Task::kLogits) o.square_sums = nullptr;
     if (kTask == Task::kWeigh) __builtin_assume(o.weighted != nullptr);
     if (kTask != Task::kWeigh) o.weighted = nullptr;
     if (kTask == Task::kLogits) __builtin_assume(o.leaders.leaders != nullptr);
@@ -190,7 +190,10 @@ __device__ __forceinline__ void consume(const Problem& p, uint32_t x_ring, uint3
       if (residual) {
         for (int owner = 0; owner < S::kWarpgroups; ++owner) {
           ring.wait();
-          if (owner == warpgroup) add_residual<T, kN>(acc, ring.weight_address(), at);
+          if (owner == warpgroup) {
+            add_residual<T, kN>(acc, ring.weight_address(), at);
+            sm90::async_proxy_fence();  // what comes into the slot next comes by the copy engine
+          }
           __syncwarp();
           ring.release(ring.slot());
           ring.next(p);

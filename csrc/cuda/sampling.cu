@@ -10,7 +10,8 @@
 //   3. radix digits inside the bin find the very token where the cut falls (select.cuh);
 //   4. what is left is scored.
 // The launch depends on the number of rows and the vocabulary alone; a row's path is read from its
-// state. A row with kLeaderSuffices has one block at work, which takes the first of its leaders.
+// state. A row with kLeaderSuffices has one block at work, which takes the first of its leaders;
+// where flags are settled the others have left before the logits' product ends.
 // Assumes: a counter of zero for each row in the workspace, which the last block resets.
 #include <algorithm>
 
@@ -188,7 +189,16 @@ __device__ bool merge_slices(Partial& result, Partial* partials, unsigned* count
 // The token of a row whose leaders suffice, or -1. All threads get it.
 __device__ int32_t first_of_leaders(const uint64_t* leaders, int64_t count, Shared& shared) {
   uint64_t first = sampling::kEverything;
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) first = min(first, __ldcg(leaders + i));
+  for (int64_t start = threadIdx.x; start < count; start += kUnroll * kThreads) {
+    uint64_t found[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t i = start + u * kThreads;
+      found[u] = i < count ? __ldcg(leaders + i) : sampling::kEverything;
+    }
+#pragma unroll
+    for (const uint64_t leader : found) first = min(first, leader);
+  }
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2)
     first = min(first, __shfl_xor_sync(kFullMask, first, offset));
@@ -197,6 +207,18 @@ __device__ int32_t first_of_leaders(const uint64_t* leaders, int64_t count, Shar
   for (const uint64_t other : shared.warp_leaders) first = min(first, other);
   // 0 tells of a NaN; nothing is below minus infinity.
   return first == 0 || first >= order_of(-INFINITY, 0) ? -1 : static_cast<int32_t>(first);
+}
+
+// By one thread of the row's last block, when nobody reads its position any more.
+__device__ void store_token(const SampleParams& p, int64_t row, int32_t* state, int32_t token) {
+  p.tokens[row] = state[kLastToken] = token;
+  const StepCounters& c = p.counters;
+  if (c.positions == nullptr) return;
+  const int32_t turn = c.turns[row];
+  c.host_tokens[turn * c.host_stride + row] = token;
+  c.turns[row] = turn + 1 < c.num_turns ? turn + 1 : 0;
+  ++c.positions[row];
+  ++p.positions[row];
 }
 
 struct Grid {
@@ -209,17 +231,20 @@ __global__ void __launch_bounds__(kThreads, 2) sample_kernel(SampleParams p, Gri
   __shared__ Shared shared;
   __shared__ Row<kAligned> row;
   pdl_launch_dependents();
-  pdl_wait();
-  const int64_t row_index = blockIdx.x / grid.num_slices;
-  const int slice = blockIdx.x % grid.num_slices;
-  const int32_t slot = p.slots[row_index];
-  if (slot < 0) return;
+  if (!p.settled) pdl_wait();
+  const int64_t row_index = blockIdx.x % p.num_rows;
+  const int slice = static_cast<int>(blockIdx.x / p.num_rows);
+  const int32_t slot = load_settled(p.slots + row_index);
   int32_t* const state = p.state + slot * p.state_stride;
-  if (p.leaders != nullptr && (state[kFlags] & kLeaderSuffices)) {
-    if (slice > 0) return;
+  const bool leader_suffices =
+      p.leaders != nullptr && slot >= 0 && (load_settled(state + kFlags) & kLeaderSuffices) != 0;
+  if (slice > 0 && (slot < 0 || leader_suffices)) return;
+  pdl_wait();  // in the first block of every row, so that the kernels before are over with this one
+  if (slot < 0) return;
+  if (leader_suffices) {
     const int64_t count = sampling::num_leaders(p.vocab_size);
     const int32_t token = first_of_leaders(p.leaders + row_index * count, count, shared);
-    if (threadIdx.x == 0) p.tokens[row_index] = state[kLastToken] = token;
+    if (threadIdx.x == 0) store_token(p, row_index, state, token);
     return;
   }
   row.open(p, row_index, slot);
@@ -241,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, 2) sample_kernel(SampleParams p, Gri
     token = draw_from_kept(row, peak, shared);
   }
   if (threadIdx.x == 0) {
-    p.tokens[row_index] = state[kLastToken] = token;
+    store_token(p, row_index, state, token);
     if (row.adjustments.counts != nullptr && token >= 0) {
       ++p.counts[slot * p.vocab_size + token];
     }
@@ -283,6 +308,11 @@ void sample(const SampleParams& p, Stream stream) {
     part.slots += start;
     part.positions += start;
     part.tokens += start;
+    if (part.counters.positions != nullptr) {
+      part.counters.positions += start;
+      part.counters.turns += start;
+      part.counters.host_tokens += start;
+    }
     if (p.leaders != nullptr) part.leaders += start * sampling::num_leaders(p.vocab_size);
     part.num_rows = std::min<int64_t>(p.num_rows - start, kMaxRows);
     const Grid grid = grid_for(part.num_rows, p.vocab_size);

@@ -36,10 +36,16 @@ __device__ __forceinline__ void load_shared(float (&v)[4], uint32_t address) {
                : "r"(address)
                : "memory");
 }
+__device__ __forceinline__ void load_shared(float2& v, uint32_t address) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+}
 __device__ __forceinline__ void store_shared(uint32_t address, const float* v) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v[0]), "f"(v[1]),
                "f"(v[2]), "f"(v[3])
                : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32_t address, float2 v) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
 }
 
 // Moves registers between the warpgroups of a CTA: all four warps of one call it, at the head of

@@ -68,8 +68,8 @@ class Walk:
         self.lens = [0] * num_slots
 
     def __call__(self, runs: dict[int, list[int]], decode: dict[int, int] | None = None, keep_all: bool = False):
-        """Go on with one token of some slots, and then with runs of others; hidden states of all or of the last."""
-        return self.model.forward(self.inputs(runs, decode or {}), self.cache, keep_all)
+        """Go on with one token of some slots, and then with runs of others; logits of all rows or of the last."""
+        return self.model.logits(self.model.forward(self.inputs(runs, decode or {}), self.cache, keep_all))
 
     def inputs(self, runs: dict[int, list[int]], decode: dict[int, int]) -> Inputs:
         slots, positions, ids = [], [], []
@@ -155,7 +155,7 @@ def test_a_step_in_which_nobody_draws() -> None:
     drawn({0: tokens})
     inputs = silent.inputs({0: tokens}, {})
     inputs.sample_rows = inputs.sample_slots = inputs.sample_lens = torch.empty(0, dtype=torch.int32, device=CUDA)
-    assert model.forward(inputs, silent.cache).shape == (0, 2048)
+    assert model.logits(model.forward(inputs, silent.cache)).shape == (0, 512)
     assert same_bits(silent.cache.kv, drawn.cache.kv)
     assert silent.cache.kv.isfinite().any()
 
@@ -165,6 +165,8 @@ def test_which_models_are_fused() -> None:
     assert not model_of(qk_norm=True).fused
     assert not model_of(head_dim=128, num_q_heads=16, num_kv_heads=4).fused
     assert model_of(hidden_size=576, intermediate_size=1536, num_q_heads=9, num_kv_heads=3).fused
+    assert model_of(vocab_size=1000).fused
+    assert not model_of(vocab_size=1001).fused
     assert not model_of(hidden_size=72, intermediate_size=128, num_q_heads=2, num_kv_heads=1).fused
 
 
@@ -172,7 +174,7 @@ def test_cublas_has_its_rows_where_bits_may_differ(monkeypatch: pytest.MonkeyPat
     seen = []
     whole = fused.hidden_states
 
-    def watched(model: Model, inputs: Inputs, cache: Cache, keep_all: bool) -> Tensor:
+    def watched(model: Model, inputs: Inputs, cache: Cache, keep_all: bool) -> ops.Weighed:
         seen.append(len(inputs.token_ids))
         return whole(model, inputs, cache, keep_all)
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from rows import CUDA, matrix, random, same_bits
+from rows import CUDA, EPS, assert_rows_near, matrix, near_one, random, same_bits
 from torch import Tensor
 
 from minivllm import BatchEngine, SamplingParams, ops
@@ -77,6 +77,30 @@ def test_leaders_are_those_of_all_logits(vocab: int, k: int, dtype: torch.dtype,
         bits = largest.view(torch.int32).long() & 0xFFFFFFFF
         rising = torch.where(bits >= 1 << 31, ~bits & 0xFFFFFFFF, bits | 1 << 31)
         assert torch.equal((leaders >> 32) & 0xFFFFFFFF, ~rising & 0xFFFFFFFF), rows
+
+
+@pytest.mark.parametrize(("vocab", "k"), [(520, 576), (32008, 128), (49152, 576), (128256, 2048)])
+def test_rows_whose_norm_is_half_done(vocab: int, k: int) -> None:
+    linear, norm = ops.Linear(matrix(vocab, k)), near_one(k)
+    x = random(max(TOKENS), k)
+    for rows in TOKENS:
+        weighed = ops.weigh_rows(x[:rows].contiguous(), norm)
+        slots = torch.randperm(rows, device=CUDA).int()
+        for suffices in (False, True):
+            state = state_of(torch.full((rows,), suffices, device=CUDA))
+            written = torch.full((rows, vocab), math.nan, device=CUDA)
+            leaders = ops.empty_leaders(rows, vocab, CUDA)
+            given = ops.Leaders(leaders, slots, state)
+            linear.logits(weighed.x, given, written, square_sums=weighed.square_sums, eps=EPS)
+            whole = linear(weighed.x, out_dtype=torch.float32, square_sums=weighed.square_sums, eps=EPS)
+            if suffices:
+                assert written.isnan().all()
+            else:
+                assert same_bits(written, whole), rows
+            assert torch.equal(drawn(written, leaders, slots, state), ops.argmax(whole))
+        plain = linear(ops.rms_norm(x[:rows], norm, EPS), out_dtype=torch.float32)
+        truth = (ops.rms_norm(x[:rows].float(), norm.float(), EPS).double() @ linear.weight.double().t()).float()
+        assert_rows_near(whole, truth, plain)
 
 
 @pytest.mark.parametrize("vocab", [520, 49152])
