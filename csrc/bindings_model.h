@@ -7,7 +7,7 @@ namespace minivllm::bindings {
 
 inline EmbeddingParams embedding_of(const Tensor& out, const Tensor& weight,
                                     const Tensor& token_ids, const OptionalTensor& slots,
-                                    const OptionalTensor& last_tokens) {
+                                    const OptionalTensor& last_tokens, bool first) {
   const int64_t num_tokens = token_ids.numel();
   CHECK_DENSE(weight, weight.scalar_type(), weight);
   if (weight.dim() != 2) fail("weight must have the shape [vocab_size, hidden_size]");
@@ -32,12 +32,13 @@ inline EmbeddingParams embedding_of(const Tensor& out, const Tensor& weight,
           num_tokens,
           hidden_size,
           weight.size(0),
-          dtype_of(weight, "weight")};
+          dtype_of(weight, "weight"),
+          first};
 }
 
 inline void embedding(const Tensor& out, const Tensor& weight, const Tensor& token_ids,
-                      const OptionalTensor& slots, const OptionalTensor& last_tokens) {
-  const EmbeddingParams p = embedding_of(out, weight, token_ids, slots, last_tokens);
+                      const OptionalTensor& slots, const OptionalTensor& last_tokens, bool first) {
+  const EmbeddingParams p = embedding_of(out, weight, token_ids, slots, last_tokens, first);
   LAUNCH(embedding, weight, p);
 }
 
@@ -124,11 +125,11 @@ inline void weigh_rows(const Tensor& weighted, const Tensor& square_sums, const 
 inline void embed_and_weigh(const Tensor& weighted, const Tensor& square_sums,
                             const Tensor& residual, const Tensor& norm_weight, const Tensor& weight,
                             const Tensor& token_ids, const OptionalTensor& slots,
-                            const OptionalTensor& last_tokens) {
+                            const OptionalTensor& last_tokens, bool first) {
   check_on_cuda(residual, "embed_and_weigh");
   WeighRowsParams p =
       weigh_rows_of(weighted, square_sums, residual, norm_weight, "norm_weight", OptionalTensor());
-  p.embedding = embedding_of(residual, weight, token_ids, slots, last_tokens);
+  p.embedding = embedding_of(residual, weight, token_ids, slots, last_tokens, first);
   LAUNCH_CUDA(weigh_rows, residual, p);
 }
 

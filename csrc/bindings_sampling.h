@@ -33,7 +33,7 @@ inline void sample(const Tensor& tokens, const Tensor& logits, const Tensor& slo
                    const Tensor& positions, const Tensor& state, const OptionalTensor& counts,
                    const OptionalTensor& bias_ids, const OptionalTensor& bias_values,
                    const OptionalTensor& bias_until, const OptionalTensor& workspace,
-                   const OptionalTensor& leaders, bool settled,
+                   const OptionalTensor& leaders, bool settled, const OptionalTensor& token_ids,
                    const OptionalTensor& step_positions, const OptionalTensor& turns,
                    const OptionalTensor& host_tokens) {
   CHECK_ROWS(logits, at::kFloat, logits);
@@ -67,18 +67,22 @@ inline void sample(const Tensor& tokens, const Tensor& logits, const Tensor& slo
   StepCounters counters{};
   if (step_positions.has_value()) {
     check_on_cuda(logits, "sample with counters");
-    if (!turns.has_value() || !host_tokens.has_value()) fail("counters need their three parts");
-    for (const Tensor* t : {&*step_positions, &*turns}) {
-      check_dense(*t, "step_positions, turns", at::kInt, logits);
-      check_shape(*t, "step_positions, turns", "num_rows", {num_rows});
+    if (!token_ids.has_value() || !turns.has_value() || !host_tokens.has_value())
+      fail("counters need their four parts");
+    for (const Tensor* t : {&*token_ids, &*step_positions, &*turns}) {
+      check_dense(*t, "token_ids, step_positions, turns", at::kInt, logits);
+      check_shape(*t, "token_ids, step_positions, turns", "num_rows", {num_rows});
     }
     const Tensor& host = *host_tokens;
     if (host.scalar_type() != at::kInt || host.dim() != 2 || !host.is_contiguous() ||
         !host.is_pinned() || host.size(0) < 1 || host.size(1) < num_rows)
       fail("host_tokens is int32 [turns, num_rows or more] in pinned memory of the host");
     counters = {static_cast<int32_t*>(step_positions->data_ptr()),
-                static_cast<int32_t*>(turns->data_ptr()), static_cast<int32_t*>(host.data_ptr()),
-                host.size(0), host.size(1)};
+                static_cast<int32_t*>(token_ids->data_ptr()),
+                static_cast<int32_t*>(turns->data_ptr()),
+                static_cast<int32_t*>(host.data_ptr()),
+                host.size(0),
+                host.size(1)};
   }
   const SampleParams p{static_cast<const float*>(logits.data_ptr()),
                        row_stride(logits),

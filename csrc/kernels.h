@@ -31,6 +31,9 @@ struct EmbeddingParams {
   int64_t last_tokens_stride;
   int64_t num_tokens, hidden_size, vocab_size;
   DType dtype;
+  // cuda: nothing before it in the stream is still running when it starts, as at a graph's head. So
+  // those after it need not wait for its own wait: see AttentionParams::settled.
+  bool first;
 };
 
 // residual += x (where residual is not null); out = normalised(residual or x) * weight, in float,
@@ -251,10 +254,11 @@ struct CopyWordsParams {
 };
 
 // What a step of a captured graph leaves for the next one, so that the host need not send it words
-// that only count on: each row's position and length grow by one, and its token goes to the host,
-// to row turns[row] of host_tokens, the next one to the row after that.
+// that follow by themselves: each row's token is its next id, its position and length grow by one,
+// and the token goes to the host, to row turns[row] of host_tokens, the next one to the row after.
 struct StepCounters {
   int32_t* positions;    // [num_rows]; null: nothing of this happens
+  int32_t* token_ids;    // [num_rows]: the token
   int32_t* turns;        // [num_rows], in 0 .. num_turns - 1
   int32_t* host_tokens;  // [num_turns, host_stride], pinned memory of the host
   int64_t num_turns, host_stride;

@@ -27,7 +27,7 @@ EPILOGUE_SILU_MUL: int
 
 def cpu_isa() -> str: ...
 def embedding(
-    out: Tensor, weight: Tensor, token_ids: Tensor, slots: Tensor | None, last_tokens: Tensor | None, /
+    out: Tensor, weight: Tensor, token_ids: Tensor, slots: Tensor | None, last_tokens: Tensor | None, first: bool, /
 ) -> None: ...
 def rms_norm(
     out: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, partials: Tensor | None, /
@@ -44,6 +44,7 @@ def embed_and_weigh(
     token_ids: Tensor,
     slots: Tensor | None,
     last_tokens: Tensor | None,
+    first: bool,
     /,
 ) -> None: ...
 def rope_kv(
@@ -158,6 +159,7 @@ def sample(
     workspace: Tensor | None,
     leaders: Tensor | None,
     settled: bool,
+    token_ids: Tensor | None,
     step_positions: Tensor | None,
     turns: Tensor | None,
     host_tokens: Tensor | None,

@@ -49,7 +49,7 @@ def hidden_states(model: Model, inputs: Inputs, cache: Cache, keep_all: bool) ->
     """Do what `minivllm.model.Model.forward` does; the last norm's second half is left to the logits' product."""
     eps, layers = model.config.rms_norm_eps, model.layers
     residual, rows = ops.embed_and_weigh(
-        model.embed, layers[0].input_norm, inputs.token_ids, inputs.slots, cache.last_tokens
+        model.embed, layers[0].input_norm, inputs.token_ids, inputs.slots, cache.last_tokens, inputs.first
     )
     norms = [*(layer.input_norm for layer in layers[1:]), model.norm]  # after each layer
     for i, (layer, norm) in enumerate(zip(layers, norms, strict=True)):

@@ -32,6 +32,7 @@ class Inputs:
     q_starts: Tensor | None = None  # [P + 1]
     max_q_len: int = 0
     max_seq_len: int = 0  # a bound for every sequence of the step
+    first: bool = False  # nothing before the step is still running when it starts, as in a graph of its own
 
 
 @dataclass
@@ -124,7 +125,7 @@ class Model:
         if self.fused and inputs.token_ids.shape[0] <= self.layers[0].qkv.most_rows:
             return fused.hidden_states(self, inputs, cache, keep_all)
         config = self.config
-        residual = ops.embedding(self.embed, inputs.token_ids, inputs.slots, cache.last_tokens)
+        residual = ops.embedding(self.embed, inputs.token_ids, inputs.slots, cache.last_tokens, inputs.first)
         pending = None  # of the product before, still to be added to the residual
         for i, layer in enumerate(self.layers):
             x = ops.rms_norm(residual, layer.input_norm, config.rms_norm_eps, partials=pending)

@@ -52,7 +52,11 @@ else:
 
 
 def embedding(
-    weight: Tensor, token_ids: Tensor, slots: Tensor | None = None, last_tokens: Tensor | None = None
+    weight: Tensor,
+    token_ids: Tensor,
+    slots: Tensor | None = None,
+    last_tokens: Tensor | None = None,
+    first: bool = False,
 ) -> Tensor:
     """Look tokens up.
 
@@ -67,6 +71,9 @@ def embedding(
         ``int32[num_tokens]``, -1 for padding; needed with ``last_tokens``.
     last_tokens
         ``int32[num_slots]``, at any stride.
+    first
+        Nothing before it in the stream is still running when it starts, as at the head of a captured graph. Without
+        it the kernels after it start once that is so.
 
     Returns
     -------
@@ -74,7 +81,7 @@ def embedding(
         ``[num_tokens, hidden_size]``
     """
     out = torch.empty((token_ids.shape[0], weight.shape[1]), dtype=weight.dtype, device=weight.device)
-    _C.embedding(out, weight, token_ids, slots, last_tokens)
+    _C.embedding(out, weight, token_ids, slots, last_tokens, first)
     return out
 
 

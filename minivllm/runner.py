@@ -228,9 +228,9 @@ class Runner:
         """Run a decode step of this many rows as it is captured: its inputs lie where `_send` puts them."""
         token_ids, positions, slots, lens, turns = (self._staging[i * rows : (i + 1) * rows] for i in range(5))
         # A graph is captured once for all lengths, so it takes the limit.
-        inputs = Inputs(rows, token_ids, positions, slots, lens, slots, None, max_seq_len=self.max_seq_len)
+        inputs = Inputs(rows, token_ids, positions, slots, lens, slots, None, max_seq_len=self.max_seq_len, first=True)
         logits = self._logits(self.model.forward(inputs, self.cache), inputs, logits)
-        return self._sample(logits, inputs, ops.StepCounters(positions, turns, self._results))
+        return self._sample(logits, inputs, ops.StepCounters(token_ids, positions, turns, self._results))
 
     # ---------------------------------------------------------------- what only some requests ask for
 

@@ -43,12 +43,14 @@ class Leaders(NamedTuple):
 
 
 class StepCounters(NamedTuple):
-    """Say what a draw does beside: count on for the next step of the same rows, and tell the host.
+    """Say what a draw does beside: prepare the next step of the same rows, and tell the host.
 
-    Rows with a slot get their position, and the ``positions`` that `sample` is given, one higher; their token goes to
-    row ``turns[row]`` of ``host_tokens``, and their turn goes on to the row after that, or to the first.
+    Rows with a slot get their token as the next id; their position, and the ``positions`` that `sample` is given, one
+    higher; their token also in row ``turns[row]`` of ``host_tokens``, and their turn goes on to the row after that, or
+    to the first.
     """
 
+    token_ids: Tensor  # int32 [num_rows], on the device
     positions: Tensor  # int32 [num_rows], on the device, of the tokens that the step computes
     turns: Tensor  # int32 [num_rows], on the device
     host_tokens: Tensor  # int32 [num_turns, num_rows or more], contiguous, in pinned memory of the host
@@ -131,7 +133,7 @@ def sample(
     """
     tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
     ids, values, until = bias if bias is not None else (None, None, None)
-    step_positions, turns, host_tokens = counters if counters is not None else (None, None, None)
+    ids_out, step_positions, turns, host_tokens = counters if counters is not None else (None,) * 4
     _C.sample(
         tokens,
         logits,
@@ -145,6 +147,7 @@ def sample(
         workspace,
         leaders,
         settled,
+        ids_out,
         step_positions,
         turns,
         host_tokens,

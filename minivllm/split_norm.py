@@ -84,12 +84,13 @@ def embed_and_weigh(
     token_ids: Tensor,
     slots: Tensor | None = None,
     last_tokens: Tensor | None = None,
+    first: bool = False,
 ) -> tuple[Tensor, Weighed]:
     """Look tokens up and do the first half of an RMSNorm of their rows; for CUDA, in bfloat16 or float16.
 
     Parameters
     ----------
-    weight, token_ids, slots, last_tokens
+    weight, token_ids, slots, last_tokens, first
         As for `minivllm.ops.embedding`; ``hidden_size`` is a multiple of 64, at most 16,384.
     norm_weight
         ``[hidden_size]``.
@@ -106,5 +107,7 @@ def embed_and_weigh(
     """
     residual = torch.empty((token_ids.shape[0], weight.shape[1]), dtype=weight.dtype, device=weight.device)
     weighed = empty_weighed(residual)
-    _C.embed_and_weigh(weighed.x, weighed.square_sums, residual, norm_weight, weight, token_ids, slots, last_tokens)
+    _C.embed_and_weigh(
+        weighed.x, weighed.square_sums, residual, norm_weight, weight, token_ids, slots, last_tokens, first
+    )
     return residual, weighed

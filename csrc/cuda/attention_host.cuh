@@ -13,15 +13,6 @@ constexpr int kSmemReserved = 1024;  // of each block, by the hardware
 // float32, decode and prefill.
 void launch_simt_attention(const AttentionParams& p, Stream stream);
 
-// Several blocks of the kernel shall share an SM: without this the hardware may keep most of the
-// memory that they need as L1.
-template <typename... Params>
-void prefer_shared_memory(void (*kernel)(Params...)) {
-  MINIVLLM_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                      cudaFuncAttributePreferredSharedMemoryCarveout,
-                                      cudaSharedmemCarveoutMaxShared));
-}
-
 // What both launchers refuse.
 inline void check_attention(const AttentionParams& p) {
   if (p.kv.num_kv_heads <= 0 || p.num_q_heads % p.kv.num_kv_heads != 0)

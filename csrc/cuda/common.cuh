@@ -6,9 +6,13 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "../kernels.h"
 
@@ -65,25 +69,35 @@ inline int num_sms() {
   return count;
 }
 
-// Launches kernel(args...) and throws with file and line when the launch fails. More than 48 KB of
-// dynamic shared memory is asked for here. On sm_90 the launch may overlap the tail of the kernel
-// before it: see pdl_wait.
-template <typename... Params, typename... Args>
-void launch(const char* file, int line, void (*kernel)(Params...), dim3 grid, dim3 block,
-            size_t smem_bytes, Stream stream, Args... args) {
-  // An SM cannot change its split of L1 and shared memory while it works: with the largest share in
-  // every kernel, the next one's blocks fit in beside those that still run.
-  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributePreferredSharedMemoryCarveout,
+// What a kernel is told once on each device, and again where it wants more shared memory: an SM
+// cannot change its split of L1 and shared memory while it works, so with the largest share in
+// every kernel the next one's blocks fit in beside those that still run.
+inline void prepare(const char* file, int line, const void* kernel, size_t smem_bytes) {
+  constexpr size_t kDefaultSmem = 48 * 1024;
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, size_t> prepared;  // shared memory asked for
+  int device = 0;
+  check(cudaGetDevice(&device), file, line);
+  const std::lock_guard<std::mutex> guard(mutex);
+  const auto found = prepared.find({kernel, device});
+  if (found != prepared.end() && smem_bytes <= found->second) return;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                              cudaSharedmemCarveoutMaxShared),
         file, line);
-  constexpr size_t kDefaultSmem = 48 * 1024;
   if (smem_bytes > kDefaultSmem) {
-    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize,
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(smem_bytes)),
           file, line);
   }
+  prepared[{kernel, device}] = std::max(smem_bytes, kDefaultSmem);
+}
+
+// Launches kernel(args...) and throws with file and line when the launch fails. On sm_90 the launch
+// may overlap the tail of the kernel before it: see pdl_wait.
+template <typename... Params, typename... Args>
+void launch(const char* file, int line, void (*kernel)(Params...), dim3 grid, dim3 block,
+            size_t smem_bytes, Stream stream, Args... args) {
+  prepare(file, line, reinterpret_cast<const void*>(kernel), smem_bytes);
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;

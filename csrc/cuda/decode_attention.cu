@@ -234,7 +234,6 @@ void launch_decode(DecodeWork w, int64_t max_blocks, Stream stream) {
   const int64_t grid = decode_grid(
       std::min<int64_t>(max_blocks, int64_t{num_sms()} * L::kBlocksPerSm), w.head_tiles);
   w.num_ctas = static_cast<int>(grid);
-  prefer_shared_memory(decode_attention_kernel<T, kHeadDim, kUnits>);
   MINIVLLM_LAUNCH(decode_attention_kernel<T, kHeadDim, kUnits>, dim3(static_cast<unsigned>(grid)),
                   dim3(kThreads), L::bytes(w.p.num_seqs), stream, w);
 }

@@ -11,7 +11,8 @@ template <typename Word>
 __global__ void __launch_bounds__(kMaxThreads)
     embedding_kernel(EmbeddingParams p, int64_t words_per_row) {
   // In this order, so that all that was in the stream before has ended when any kernel after this
-  // one starts: see AttentionParams::settled.
+  // one starts: see AttentionParams::settled. At a graph's head it has.
+  if (p.first) pdl_launch_dependents();
   pdl_wait();
   pdl_launch_dependents();
   const int64_t token = blockIdx.x;

@@ -151,7 +151,6 @@ void launch_prefill(const AttentionParams& p, int group, Stream stream) {
   constexpr size_t kSmem = 4 * kTileTokens * kHeadDim * 2;
   const dim3 grid(static_cast<unsigned>(max_query_tiles(p, group, kTileRows)),
                   static_cast<unsigned>(p.kv.num_kv_heads));
-  prefer_shared_memory(prefill_attention_kernel<T, kHeadDim>);
   MINIVLLM_LAUNCH(prefill_attention_kernel<T, kHeadDim>, grid, dim3(kThreads), kSmem, stream, p,
                   group, p.scale * kLog2e);
 }

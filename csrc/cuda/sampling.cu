@@ -217,6 +217,7 @@ __device__ void store_token(const SampleParams& p, int64_t row, int32_t* state, 
   const int32_t turn = c.turns[row];
   c.host_tokens[turn * c.host_stride + row] = token;
   c.turns[row] = turn + 1 < c.num_turns ? turn + 1 : 0;
+  c.token_ids[row] = token;
   ++c.positions[row];
   ++p.positions[row];
 }
@@ -310,6 +311,7 @@ void sample(const SampleParams& p, Stream stream) {
     part.tokens += start;
     if (part.counters.positions != nullptr) {
       part.counters.positions += start;
+      part.counters.token_ids += start;
       part.counters.turns += start;
       part.counters.host_tokens += start;
     }

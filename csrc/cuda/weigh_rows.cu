@@ -63,7 +63,7 @@ template <typename T, From kFrom, int kRows>
 __global__ void __launch_bounds__(kMaxThreads, kFrom == From::kPartials ? 1 : 2)
     weigh_rows_kernel(WeighRowsParams p) {
   using Chunk = Vec<T, kChunk>;
-  if constexpr (kFrom != From::kEmbedding) pdl_launch_dependents();
+  if (kFrom != From::kEmbedding || p.embedding.first) pdl_launch_dependents();
   const int size = static_cast<int>(p.hidden_size);
   const int stride = static_cast<int>(blockDim.x) * kChunk;
   const int first = static_cast<int>(threadIdx.x) * kChunk;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kMaxThreads, kFrom == From::kPartials ? 1 : 2)
   Chunk weights = {};
   if (first < size) weights = *reinterpret_cast<const Chunk*>(weight + first);
   pdl_wait();
-  // In this order, as a step's first kernel: see embedding.cu.
+  // In this order, as a step's first kernel that does not begin a graph: see embedding.cu.
   if constexpr (kFrom == From::kEmbedding) pdl_launch_dependents();
 
   const int64_t first_row = int64_t{blockIdx.x} * kRows;

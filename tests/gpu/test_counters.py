@@ -19,7 +19,8 @@ TURNS = 4
 def counters_of(rows: int, width: int) -> ops.StepCounters:
     host = torch.full((TURNS, width), -7, dtype=torch.int32).pin_memory()
     turns = int32([i % TURNS for i in range(rows)], CUDA)
-    return ops.StepCounters(int32(range(100, 100 + rows), CUDA), turns, host)
+    ids = torch.full((rows,), -1, dtype=torch.int32, device=CUDA)
+    return ops.StepCounters(ids, int32(range(100, 100 + rows), CUDA), turns, host)
 
 
 @pytest.mark.parametrize("vocab", [7, 32003, 128256])
@@ -42,6 +43,7 @@ def test_rows_count_on_and_the_host_learns_of_tokens(rows: int, vocab: int, sett
     assert torch.equal(found[drawn], expected[drawn])
     assert torch.equal(grown, lens + drawn)
     assert torch.equal(counters.positions, torch.arange(100, 100 + rows, device=CUDA) + drawn)
+    assert torch.equal(counters.token_ids, torch.where(drawn, expected, -1))
     before = torch.arange(rows, device=CUDA) % TURNS
     assert torch.equal(counters.turns, torch.where(drawn, (before + 1) % TURNS, before))
     told = torch.full((TURNS, rows + 3), -7, dtype=torch.int32)
@@ -77,6 +79,7 @@ def test_refusals() -> None:
     good = counters_of(3, 3)
     for bad in (
         good._replace(positions=good.positions[:2]),
+        good._replace(token_ids=good.token_ids[:2]),
         good._replace(turns=good.turns.long()),
         good._replace(turns=good.turns.cpu()),
         good._replace(host_tokens=torch.zeros(TURNS, 3, dtype=torch.int32)),
