@@ -2,8 +2,8 @@
 // and their values by TMA into a ring, in the order of the block's rows. A row, or the block's part
 // of one, is one warp's alone (decode_warp.cuh): warps take rows in turn, wait for nobody but the
 // copies, and hand each place of the ring back as they leave it. A block has most of its ring on
-// the way whatever its warps do. Where blocks have fewer rows than warps, the warps take splits in
-// turn and hand on the row so far; splits merge in order all the same.
+// the way whatever its warps do. Where blocks have no more rows than warps, the warps take splits
+// in turn and hand on the row so far; splits merge in order all the same.
 //
 // A row that goes on in the next run's block is the block's first, so that by the time the block
 // ends, all parts of cut rows have been merged. Few rows take decode_quick.cuh where they are
@@ -234,10 +234,9 @@ static void launch_decode_sm90(DecodeWork w, int64_t max_blocks, Stream stream) 
       decode_grid(std::min<int64_t>(max_blocks, int64_t{num_sms()} * kBlocksPerSm), w.head_tiles);
   w.num_ctas = static_cast<int>(grid);
   if constexpr (kHeadDim == 64) {
-    constexpr int kFewRows = 3;  // of a block: fewer than it has warps
     using HandsOver = DecodeSm90Layout<kHeadDim, kPlaces, true>;
     const bool fits = kBlocksPerSm * (HandsOver::bytes(w.p.num_seqs) + kSmemReserved) <= kSmemPerSm;
-    if (fits && w.p.num_seqs * w.head_tiles <= kFewRows * grid)
+    if (fits && w.p.num_seqs * w.head_tiles <= kDecodeWarps * grid)
       return launch_decode_sm90<T, HandsOver, kBlocksPerSm>(w, stream);
   }
   launch_decode_sm90<T, DecodeSm90Layout<kHeadDim, kPlaces>, kBlocksPerSm>(w, stream);
