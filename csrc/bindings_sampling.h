@@ -1,6 +1,8 @@
 // The bindings of the slots' state and of sampling. Part of bindings.cpp.
 #pragma once
 
+#include <set>
+
 #include "bindings_checks.h"
 
 namespace minivllm::bindings {
@@ -65,13 +67,17 @@ inline void sample(const Tensor& tokens, const Tensor& logits, const Tensor& slo
     check_leaders(*leaders, num_rows, vocab_size, logits);
   }
   StepCounters counters{};
-  if (step_positions.has_value()) {
+  const int parts = token_ids.has_value() + step_positions.has_value() + turns.has_value() +
+                    host_tokens.has_value();
+  if (parts != 0) {
     check_on_cuda(logits, "sample with counters");
-    if (!token_ids.has_value() || !turns.has_value() || !host_tokens.has_value())
-      fail("counters need their four parts");
+    if (parts != 4) fail("counters need their four parts");
+    std::set<const void*> places = {slots.data_ptr(), positions.data_ptr()};
     for (const Tensor* t : {&*token_ids, &*step_positions, &*turns}) {
       check_dense(*t, "token_ids, step_positions, turns", at::kInt, logits);
       check_shape(*t, "token_ids, step_positions, turns", "num_rows", {num_rows});
+      if (num_rows > 0 && !places.insert(t->data_ptr()).second)
+        fail("token_ids, step_positions and turns must lie apart, and apart from slots, positions");
     }
     const Tensor& host = *host_tokens;
     if (host.scalar_type() != at::kInt || host.dim() != 2 || !host.is_contiguous() ||

@@ -116,9 +116,10 @@ struct AttentionParams {
                     // creation; else null
   KvCache kv;
   DType dtype;
-  // Decode: a kernel that lets the next ones start late (embedding and embed_and_weigh do) came
-  // after the last that wrote to slots, seq_lens, the block table, or any key or value but those of
-  // each sequence's last token. So all that may be read before the kernels before have ended.
+  // Decode: a kernel that lets the next ones start late (embedding and embed_and_weigh do), or a
+  // graph's beginning, came after the last that wrote to slots, seq_lens, the block table, or any
+  // key or value but those of each sequence's last token. So all that may be read before the
+  // kernels before have ended.
   bool settled = false;
 };
 

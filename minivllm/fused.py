@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from minivllm import ops
-from minivllm.split_norm import NORM_COLUMNS, Weighed
+from minivllm.split_norm import NORM_COLUMNS
 
 if TYPE_CHECKING:
     from minivllm.model import Cache, Inputs, Model
+    from minivllm.split_norm import States
 
 _HEAD_DIM = 64  # that a product rotates
 _LARGEST_HIDDEN = 16384  # that weigh_rows takes
@@ -38,15 +39,14 @@ def suits(model: Model) -> bool:
         and config.hidden_size % NORM_COLUMNS == 0
         and config.hidden_size <= _LARGEST_HIDDEN
         and all(layer.q_norm is None and layer.k_norm is None for layer in model.layers)
-        and model.lm_head.uses_wgmma
         and all(
             linear.uses_wgmma for layer in model.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
         )
     )
 
 
-def hidden_states(model: Model, inputs: Inputs, cache: Cache, keep_all: bool) -> Weighed:
-    """Do what `minivllm.model.Model.forward` does; the last norm's second half is left to the logits' product."""
+def hidden_states(model: Model, inputs: Inputs, cache: Cache, keep_all: bool) -> States:
+    """Do what `minivllm.model.Model.forward` does; the last norm's second half is left to a head that can do it."""
     eps, layers = model.config.rms_norm_eps, model.layers
     residual, rows = ops.embed_and_weigh(
         model.embed, layers[0].input_norm, inputs.token_ids, inputs.slots, cache.last_tokens, inputs.first
@@ -57,6 +57,8 @@ def hidden_states(model: Model, inputs: Inputs, cache: Cache, keep_all: bool) ->
         x, residual = model.attend(q, residual, inputs, cache, i, keep_all)
         rows = _add_and_weigh(layer.o, residual, x.flatten(1), layer.post_norm, _ROWS_OF_O_JOINED)
         x = layer.gate_up(rows.x, square_sums=rows.square_sums, eps=eps)
+        if norm is model.norm and not model.lm_head.uses_wgmma:  # a vocabulary that is no multiple of 8
+            return ops.rms_norm(residual, norm, eps, partials=layer.down.add_to(residual, x))
         rows = _add_and_weigh(layer.down, residual, x, norm, _ROWS_OF_DOWN_JOINED)
     return rows
 

@@ -243,9 +243,9 @@ def decode_attention(
     workspace
         What ``attention_workspace`` gave: written to, and left as it was found.
     settled
-        ``embedding`` or ``embed_and_weigh`` came after the last that wrote to ``slots``, ``seq_lens``,
-        ``block_table`` or any key or value but those of each sequence's last token, so that on a GPU all this may be
-        read early.
+        ``embedding`` or ``embed_and_weigh``, or the beginning of a captured graph, came after the last that wrote to
+        ``slots``, ``seq_lens``, ``block_table`` or any key or value but those of each sequence's last token, so that
+        on a GPU all this may be read early.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""What happens on the device in one step: copy the batch, forward, draw, copy the tokens back."""
+"""What happens on the device in one step: its words, forward, draw, the tokens to the host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from minivllm.split_norm import States
 
 _LOGITS_ROWS = 256  # rows of a prompt whose logits stand in memory at once
-_RING = 4  # host buffers and events in turn, used again after their step, and the one after it, were collected
+# Host buffers, events and rows of tokens (whose turns the device counts too), in turn: used again after their step, and
+# the one after it, were collected.
+_RING = 4
 
 
 class Runner:

@@ -52,7 +52,7 @@ class StepCounters(NamedTuple):
 
     token_ids: Tensor  # int32 [num_rows], on the device
     positions: Tensor  # int32 [num_rows], on the device, of the tokens that the step computes
-    turns: Tensor  # int32 [num_rows], on the device
+    turns: Tensor  # int32 [num_rows], on the device; of one outside of host_tokens the host is not told
     host_tokens: Tensor  # int32 [num_turns, num_rows or more], contiguous, in pinned memory of the host
 
 

@@ -57,6 +57,7 @@ PARTS = {
     "leaders of all instances": [*PYTEST, "tests/gpu/test_leaders.py", "-k", "32008-128"],
     "gate_up of all instances": [*PYTEST, "tests/gpu/test_fused.py", "-k", "gate_up and 128-8192"],
     "draws": [*PYTEST, "tests/test_sampling.py", "-k", "draw_is_the_argmax or ties or padding or counts"],
+    "draws that count on": [*PYTEST, "tests/gpu/test_counters.py", "-k", "count_on and not 1100 and not 128256"],
     "log probabilities and state": [*PYTEST, "tests/test_logprobs.py"],
 }
 running: set[int] = set()  # processes, each the leader of its group

@@ -2,8 +2,9 @@
 // and their values by TMA into a ring, in the order of the block's rows. A row, or the block's part
 // of one, is one warp's alone (decode_warp.cuh): warps take rows in turn, wait for nobody but the
 // copies, and hand each place of the ring back as they leave it. A block has most of its ring on
-// the way whatever its warps do. Where blocks have no more rows than warps, the warps take splits
-// in turn and hand on the row so far; splits merge in order all the same.
+// the way whatever its warps do. Where blocks have no more rows than warps, heads of 64 have an
+// instance in which the warps take splits in turn and hand on the row so far; splits merge in order
+// all the same.
 //
 // A row that goes on in the next run's block is the block's first, so that by the time the block
 // ends, all parts of cut rows have been merged. Few rows take decode_quick.cuh where they are

@@ -89,7 +89,8 @@ GemmConfig config_for_few_tokens(const LinearParams& p, int num_sms) {
   if (!very_few || many_tiles) config.ring_bytes = kWholeRing;
   // A block of the draw that follows has room beside it.
   constexpr int kRingBesideDraw = 176 * 1024;
-  if (p.leaders.leaders != nullptr) config.ring_bytes = kRingBesideDraw;
+  if (p.leaders.leaders != nullptr)
+    config.ring_bytes = std::min(config.ring_bytes, kRingBesideDraw);
   return config;
 }
 

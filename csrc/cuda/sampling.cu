@@ -215,7 +215,7 @@ __device__ void store_token(const SampleParams& p, int64_t row, int32_t* state, 
   const StepCounters& c = p.counters;
   if (c.positions == nullptr) return;
   const int32_t turn = c.turns[row];
-  c.host_tokens[turn * c.host_stride + row] = token;
+  if (turn >= 0 && turn < c.num_turns) c.host_tokens[turn * c.host_stride + row] = token;
   c.turns[row] = turn + 1 < c.num_turns ? turn + 1 : 0;
   c.token_ids[row] = token;
   ++c.positions[row];

@@ -163,6 +163,10 @@ def check_shape(
         rows = list(range(at, at + 500, 1 if long else 7))
         some = c.decode(pool, q[i][rows], [i] * len(rows), [r + 1 for r in rows])
         c.same(some, full[i][rows], f"decode of all positions against prefill {name}")
+    # More rows than the kernel takes in which warps hand them over.
+    rows = list(range(280))
+    some = c.decode(pool, q[i][rows], [i] * len(rows), [r + 1 for r in rows])
+    c.same(some, full[i][rows], f"decode of many short rows against prefill {name}")
     for chunk in (64, 100, 512):
         parts = [c.prefill(pool, [q[i][a : a + chunk]], [i], [min(a + chunk, 1000)])[0] for a in range(0, 1000, chunk)]
         c.same(torch.cat(parts), full[i], f"chunks of {chunk} {name}")

@@ -81,6 +81,7 @@ def test_refusals() -> None:
         good._replace(positions=good.positions[:2]),
         good._replace(token_ids=good.token_ids[:2]),
         good._replace(turns=good.turns.long()),
+        good._replace(turns=good.positions),
         good._replace(turns=good.turns.cpu()),
         good._replace(host_tokens=torch.zeros(TURNS, 3, dtype=torch.int32)),
         good._replace(host_tokens=good.host_tokens[:, :2]),
@@ -94,24 +95,30 @@ def test_refusals() -> None:
         ops.sample(*cpu, counters=good)
 
 
-def watch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return where the rows of each step that the host sends words for are noted."""
-    sent, send = [], Runner._send
+def watch(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+    """Return where the rows of each step are noted, and of each that the host sends words for."""
+    launched, sent = [], []
+    launch, send = Runner._launch, Runner._send
 
-    def watched(self: Runner, batch, graph) -> object:
+    def watched_launch(self: Runner, batch) -> object:
+        launched.append(batch.num_rows)
+        return launch(self, batch)
+
+    def watched_send(self: Runner, batch, graph) -> object:
         sent.append(batch.num_rows)
         return send(self, batch, graph)
 
-    monkeypatch.setattr(Runner, "_send", watched)
-    return sent
+    monkeypatch.setattr(Runner, "_launch", watched_launch)
+    monkeypatch.setattr(Runner, "_send", watched_send)
+    return launched, sent
 
 
 def test_a_step_like_the_one_before_sends_nothing(path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = watch(monkeypatch)
+    launched, sent = watch(monkeypatch)
     with tiny_engine(path, "cuda", block_size=16, cuda_graphs=True) as engine:
         engine.generate([prompt(5), prompt(5)], greedy(100))
     # The prompts' step, the first of two rows, one for each further block.
-    assert 3 <= len(sent) <= 12, sent
+    assert len(launched) >= 100 and 3 <= len(sent) <= 12, (launched, sent)
 
 
 def test_answers_are_those_of_steps_without_graphs(path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,19 +130,20 @@ def test_answers_are_those_of_steps_without_graphs(path, monkeypatch: pytest.Mon
     prompts = [prompt(1 + 5 * i % 40) for i in range(len(params))]
     with tiny_engine(path, "cuda", num_slots=6) as engine:
         want = outcomes(engine.generate(prompts, params))
-    sent = watch(monkeypatch)
+    launched, sent = watch(monkeypatch)
     with tiny_engine(path, "cuda", num_slots=6, cuda_graphs=True) as engine:
         assert outcomes(engine.generate(prompts, params)) == want
-        steps = len(sent)
+        assert len(sent) < len(launched), "no step followed by itself"
         assert outcomes(engine.generate(prompts[::-1], params[::-1])) == want[::-1]
         engine.check_integrity()
-    assert steps < sum(p.max_tokens or 0 for p in params)
 
 
 def test_tokens_of_a_step_outlast_the_next_one(path) -> None:
     """Steps that follow each other tell the host their tokens in different places."""
     with tiny_engine(path, "cuda", cuda_graphs=True) as engine:
-        engine.generate([prompt(5)], greedy(40))
-        places = engine._runner._results
-        assert places.shape[0] >= 3 and places.is_pinned()
-        assert len(set(places[:, 0].tolist())) > 1
+        places = engine._runner._results.fill_(-7)
+        (answer,) = engine.generate([prompt(5)], greedy(40))
+        found = places[:, 0].tolist()
+        assert places.is_pinned() and len(found) >= 3
+        last = answer.token_ids[-len(found) :]
+        assert found in [last[i:] + last[:i] for i in range(len(found))]

@@ -120,7 +120,11 @@ def steps(model: Model) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"qkv_bias": True, "o_bias": True}], ids=["plain", "biases"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"qkv_bias": True, "o_bias": True}, {"vocab_size": 9001}, {"vocab_size": 9000}],
+    ids=["plain", "biases", "head for every card", "head in one chain"],
+)
 def test_a_model_is_fused_and_near(options: dict) -> None:
     model = model_of(**options)
     assert model.fused
@@ -166,7 +170,7 @@ def test_which_models_are_fused() -> None:
     assert not model_of(head_dim=128, num_q_heads=16, num_kv_heads=4).fused
     assert model_of(hidden_size=576, intermediate_size=1536, num_q_heads=9, num_kv_heads=3).fused
     assert model_of(vocab_size=1000).fused
-    assert not model_of(vocab_size=1001).fused
+    assert model_of(vocab_size=1001).fused
     assert not model_of(hidden_size=72, intermediate_size=128, num_q_heads=2, num_kv_heads=1).fused
 
 
