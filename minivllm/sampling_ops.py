@@ -15,7 +15,7 @@ else:
 
     _C = _extension.load()
 
-# Words of a slot's row of state, and the bits of its flags (SlotWord and SlotFlag of csrc/kernels.h).
+# Words of a slot's row of state, and the bits of its flags (SlotWord and SlotFlag of csrc/kernels_state.h).
 LAST_TOKEN = _C.LAST_TOKEN
 TEMPERATURE = _C.TEMPERATURE
 TOP_K = _C.TOP_K
