@@ -234,7 +234,8 @@ class Calls:
 
     def _add(self, prompts: Seq[Any], params: Params) -> list[Request]:
         make = self._maker()
-        return self._take_on([make(p, q, i) for i, (p, q) in enumerate(intake.pair(prompts, params))])
+        pairs = intake.pair(make.convert(prompts), params)
+        return self._take_on([make(p, q, i) for i, (p, q) in enumerate(pairs)])
 
     def _take_on(self, requests: list[Request]) -> list[Request]:
         """Commit requests that the caller is to be handed."""
@@ -250,7 +251,7 @@ class Calls:
             raise ValueError(f"on_error must be 'raise' or 'return', not {shown(on_error)}")
         make = self._maker()
         made: list[Request | Generation] = []
-        for i, (prompt, own) in enumerate(intake.pair(prompts, params)):
+        for i, (prompt, own) in enumerate(intake.pair(make.convert(prompts), params)):
             try:
                 made.append(make(prompt, own, i))
             except (TypeError, ValueError) as error:

@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -74,23 +74,32 @@ def _is_ids(value: object) -> bool:
     return _int32s(value) is not None or all(isinstance(x, numbers.Integral) and not isinstance(x, bool) for x in value)
 
 
-def _int32s(values: list[Any] | tuple[Any, ...]) -> Ints | None:
-    """Return plain ints of 32 bits as an array; None where one is anything else.
+def _int32s(*lists: list[Any] | tuple[Any, ...]) -> Ints | None:
+    """Return lists of plain ints of 32 bits, one after the other, as an array; None where one is anything else.
 
     Marshal's second format lays each such int out as the letter i and four bytes, and nothing else begins with an i:
     one call in C tells ints from bools and the rest, and converts them, where a line of Python a token would keep the
-    device waiting for milliseconds.
+    device waiting for milliseconds. A list itself is a letter and its length.
     """
-    if not values or type(values[0]) is not int:
+    if not all(ints and type(ints[0]) is int for ints in lists):
         return None
     try:
-        raw = marshal.dumps(values, 2)
+        raws = [marshal.dumps(ints, 2) for ints in lists]
     except ValueError:  # holds what marshal does not know
         return None
-    if len(raw) != _CELL.itemsize * (1 + len(values)):  # the list itself is a letter and its length
+    if any(len(raw) != _CELL.itemsize * (1 + len(ints)) for raw, ints in zip(raws, lists, strict=True)):
         return None
-    cells = np.frombuffer(raw, _CELL)[1:]
-    return cells["value"].astype(np.int32) if (cells["kind"] == ord("i")).all() else None
+    cells = np.frombuffer(b"".join(raws), _CELL)
+    plain = cells["kind"] == ord("i")
+    values: Ints = cells["value"][plain]
+    return values if len(values) == len(cells) - len(lists) else None
+
+
+class Ids(NamedTuple):
+    """Hold a prompt that is known to be good: its tokens, in a list of its own, and the same as an array."""
+
+    tokens: list[int]
+    array: Ints
 
 
 def as_prompts(prompts: Prompts) -> list[Any]:
@@ -162,6 +171,23 @@ class RequestMaker:
 
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, sizes: Sizes) -> None:
         self.config, self.tokenizer, self.sizes = config, tokenizer, sizes
+        self._params: object = self  # those checked last: a call has one for all, as a rule
+        self._ends: frozenset[int] = frozenset()  # theirs
+
+    def convert(self, prompts: Seq[Any]) -> Seq[Any]:
+        """Return lists of token ids as `Ids`, checked and converted all at once, and other prompts as they are.
+
+        Where one is bad no list is converted, and the calls find out which.
+        """
+        own = {i: list(p) for i, p in enumerate(prompts) if type(p) is list and p}
+        array = _int32s(*own.values()) if own else None
+        if array is None or array.view(np.uint32).max() >= self.config.vocab_size:  # a negative one is a large one
+            return prompts
+        converted, at = list(prompts), 0
+        for i, ids in own.items():
+            converted[i] = Ids(ids, array[at : at + len(ids)])
+            at += len(ids)
+        return converted
 
     def __call__(self, prompt: Any, params: SamplingParams, index: int = 0) -> Request:
         """Return the request; ValueError or TypeError says what cannot be.
@@ -171,7 +197,10 @@ class RequestMaker:
         name = f"prompt {index}"
         where = f"{name}: "
         ids, array = self._token_ids(prompt, name)
-        self._check_params(params, where)
+        if params is not self._params:
+            self._check_params(params, where)
+            self._params = params
+            self._ends = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.config.eos_token_ids)))
         sizes = self.sizes
         if len(ids) >= sizes.max_seq_len:
             raise ValueError(
@@ -186,25 +215,26 @@ class RequestMaker:
                 "raise num_blocks or kv_cache_bytes, or lower max_tokens"
             )
         longest = sizes.max_seq_len if params.max_tokens is None else len(ids) + params.max_tokens
-        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.config.eos_token_ids))
         request = Request(
             ordinal=-1,
             index=index,
             prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=ids,
             prompt_ids=array,
             params=params,
             seed=-1 if params.seed is None else params.seed,
-            end_ids=frozenset(ends),
+            end_ids=self._ends,
             limit=min(longest, sizes.max_seq_len, capacity),
             tokenizer=self.tokenizer,
         )
         if len(request.bias()) > MAX_BIAS:
             raise ValueError(f"{where}logit_bias and the ids that min_tokens holds back are more than {MAX_BIAS}")
+        request.start(ids)
         return request
 
     def _token_ids(self, prompt: Any, name: str) -> tuple[list[int], Ints]:
         """Return a prompt's tokens, and the same as an array."""
+        if isinstance(prompt, Ids):
+            return prompt
         if isinstance(prompt, Exception):
             raise prompt  # a conversation that could not be rendered
         if isinstance(prompt, str):
@@ -243,12 +273,10 @@ class RequestMaker:
 
 
 def number(request: Request, ordinal: int, engine_seed: int) -> None:
-    """Give a new request its number and, where it has none, its seed; make its samples where it has none."""
+    """Give a new request its number and, where it has none, its seed."""
     request.ordinal = ordinal
     if request.params.seed is None and request.seed < 0:
         request.seed = derive_seed(engine_seed, ordinal)
-    if not request.sequences:
-        request.start()
     for sequence in request.sequences:
         sequence.order = (ordinal, sequence.sample)
 
@@ -272,7 +300,6 @@ def fork(request: Request, k: int) -> list[Request]:
             ordinal=-1,
             index=request.index,
             prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
             prompt_ids=request.prompt_ids,
             params=request.params,
             seed=request.seed,

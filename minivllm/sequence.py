@@ -74,33 +74,41 @@ class Sequence:
     sample: int
     tokens: list[int]  # the prompt, then what was drawn
     parent: Sequence | None = None  # whose full blocks it may share at its start
-    state: str = "queued"  # "queued" | "running" | "ended"
-    slot: int = -1
-    scheduled: int = 0  # tokens whose KV is written, or is by a launched step: the prompt's progress
-    nodes: list[int] = field(default_factory=list)  # prefix-index node of each registered block of the row
     logprobs: Logprobs | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    error: str | None = None
-    exception: BaseException | None = None
-    text: TextState = field(init=False)
-    saved_kv: Any = None  # KV to restore at admission, [layers, 2, kv heads, tokens, head_dim]
-    cached_tokens: int = 0  # its stay in the slot began with
-    cached_at_first: int = 0  # its first stay
-    num_counted: int = 0  # prompt tokens that the engine's counters have
-    max_blocks: int = 0
-    preemptions: int = 0
-    admitted_at: float = 0.0
-    first_token_at: float = 0.0
-    ended_at: float = 0.0
+    # What follows is no argument: defaults of the class, so that making one of many costs little.
+    state: str = field(default="queued", init=False)  # "queued" | "running" | "ended"
+    slot: int = field(default=-1, init=False)
+    scheduled: int = field(default=0, init=False)  # tokens whose KV is written, or is by a launched step
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    stop_reason: int | str | None = field(default=None, init=False)
+    error: str | None = field(default=None, init=False)
+    exception: BaseException | None = field(default=None, init=False)
+    saved_kv: Any = field(default=None, init=False)  # to restore at admission, [layers, 2, kv heads, tokens, head_dim]
+    cached_tokens: int = field(default=0, init=False)  # its stay in the slot began with
+    cached_at_first: int = field(default=0, init=False)  # its first stay
+    num_counted: int = field(default=0, init=False)  # prompt tokens that the engine's counters have
+    max_blocks: int = field(default=0, init=False)
+    preemptions: int = field(default=0, init=False)
+    admitted_at: float = field(default=0.0, init=False)
+    first_token_at: float = field(default=0.0, init=False)
+    ended_at: float = field(default=0.0, init=False)
+    _text: TextState | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.prompt_len = len(self.request.prompt_token_ids)
+        request = self.request
+        self.nodes: list[int] = []  # prefix-index node of each registered block of the row
+        self.prompt_len = request.prompt_len
         self.num_inherited = self.num_output  # drawn elsewhere: by what it is a fork of, or before it was saved
-        self.order = (self.request.ordinal, self.sample)
-        self.text = TextState(self.request.tokenizer, self.request.params)
-        if self.request.params.logprobs is not None and self.logprobs is None:
+        self.order = (request.ordinal, self.sample)
+        if request.params.logprobs is not None and self.logprobs is None:
             self.logprobs = []
+
+    @property
+    def text(self) -> TextState:
+        """What its tokens say; made when first asked for, which no launch waits for."""
+        if self._text is None:
+            self._text = TextState(self.request.tokenizer, self.params)
+        return self._text
 
     @property
     def params(self) -> SamplingParams:
@@ -154,7 +162,7 @@ class Sequence:
         if self.logprobs is not None:
             del self.tokens[self.prompt_len + len(self.logprobs) :]
             del self.logprobs[self.num_output :]
-        self.text = TextState(self.request.tokenizer, self.params)
+        self._text = None
         return self.advance_text()
 
     def advance_text(self) -> str | None:
@@ -230,8 +238,7 @@ class Request:
     ordinal: int
     index: int
     prompt: str | None
-    prompt_token_ids: list[int]
-    prompt_ids: Ints  # the same, as the device takes them
+    prompt_ids: Ints  # the prompt's tokens, as the device takes them
     params: SamplingParams
     seed: int
     end_ids: frozenset[int]
@@ -243,15 +250,16 @@ class Request:
     created_at: float = field(default_factory=time.perf_counter)
     num_samples: int = 0  # sample numbers given out
 
-    def start(self) -> None:
-        """Make its samples."""
-        first = Sequence(self, 0, list(self.prompt_token_ids))
-        self.sequences = [first] + [
-            Sequence(self, i, list(self.prompt_token_ids), parent=first) for i in range(1, self.params.n)
-        ]
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.prompt_ids)
+
+    def start(self, prompt: list[int]) -> None:
+        """Make its samples; the first one's tokens are this very list."""
+        first, n = Sequence(self, 0, prompt), self.params.n
+        self.sequences = [first, *(Sequence(self, i, list(prompt), first) for i in range(1, n))] if n > 1 else [first]
         if self.params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None] * len(self.prompt_token_ids)
-        self.num_samples = self.params.n
+            self.prompt_logprobs = [None] * self.prompt_len
+        self.num_samples = n
 
     def next_sample(self) -> int:
         """Return a sample number that no branch of this request has."""
@@ -265,9 +273,10 @@ class Request:
 
     def bias(self) -> list[tuple[int, float, int]]:
         """Return (token id, value, position until which it holds) for logit_bias and min_tokens."""
-        entries = [(i, v, _NEVER) for i, v in (self.params.logit_bias or {}).items()]
-        if self.params.min_tokens > 0:
-            until = min(len(self.prompt_token_ids) + self.params.min_tokens, _NEVER)  # an int32
+        params = self.params
+        entries = [(i, v, _NEVER) for i, v in params.logit_bias.items()] if params.logit_bias else []
+        if params.min_tokens > 0:
+            until = min(self.prompt_len + params.min_tokens, _NEVER)  # an int32
             entries += [(i, float("-inf"), until) for i in sorted(self.end_ids)]
         return entries
 
@@ -289,7 +298,7 @@ class Request:
         return Generation(
             index=self.index,
             prompt=self.prompt,
-            prompt_token_ids=list(self.prompt_token_ids),
+            prompt_token_ids=best.tokens[: self.prompt_len],
             text=first.text,
             token_ids=first.token_ids,
             finish_reason=first.finish_reason,
