@@ -93,13 +93,15 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int]) -> None:
         """Give up a row's blocks, given in the row's order; the tail is forgotten before the head."""
-        for block in reversed(list(blocks)):
-            self.refs[block] -= 1
-            self.num_given += 1
-            if self.refs[block] > 0:
+        refs, cached, node = self.refs, self.cached, self._node  # looked up once: a long prompt has hundreds
+        given = list(blocks)[::-1]
+        self.num_given += len(given)
+        for block in given:
+            refs[block] -= 1
+            if refs[block] > 0:
                 continue
-            if block in self._node:
-                self.cached[block] = None
+            if block in node:
+                cached[block] = None
             else:
                 self.free.append(block)
 

@@ -11,6 +11,8 @@ from minivllm.block_pool import BlockPool
 from minivllm.sequence import Sequence
 from minivllm.stores import Stores, ceil_div
 
+_NO_SLOTS: Ints = np.empty(0, np.int32)
+
 
 @dataclass
 class _DecodeRows:
@@ -40,6 +42,7 @@ class Scheduler(Stores):
     def __init__(self, num_slots: int, pool: BlockPool, max_seq_len: int, max_step_tokens: int) -> None:
         super().__init__(num_slots, pool, max_seq_len)
         self.max_step_tokens = max_step_tokens
+        self._positions = np.arange(max_seq_len, dtype=np.int32)
         self._rows = self._find_rows()
 
     # ---------------------------------------------------------------- a step's head
@@ -63,6 +66,16 @@ class Scheduler(Stores):
             self.take_slot(sequence, blocks, nodes)
             admitted.append(sequence)
         return admitted
+
+    def _prompt_budget(self) -> int:
+        """Return how many prompt tokens the next step may compute."""
+        return max(self.max_step_tokens - len(self._decode_slots()), 1)
+
+    def _decode_slots(self) -> Ints:
+        """Return the slots that draw a further token in the next step."""
+        if len(self.free_slots) + len(self.prefilling) == self.num_slots:
+            return _NO_SLOTS
+        return np.flatnonzero(self.decoding & (self.length < self.limit)).astype(np.int32)
 
     def _shared_prefix(self, sequence: Sequence) -> tuple[list[int], list[int]] | None:
         """Return written blocks that the sequence can start from; None to wait for a sibling's prompt."""
@@ -105,10 +118,7 @@ class Scheduler(Stores):
             self._grow_decode_rows()
             self.rows_changed = True  # blocks at least
         chunks: list[tuple[Sequence, int]] = []
-        budget = self.max_step_tokens
-        if self.prefilling:
-            budget -= int((self.decoding & (self.length < self.limit)).sum())
-            budget = max(budget, 1)
+        budget = self._prompt_budget() if self.prefilling else 0
         for sequence in list(self.prefilling):
             count = min(len(sequence.tokens) - sequence.scheduled, budget)
             if count <= 0 or sequence.slot < 0:
@@ -122,7 +132,9 @@ class Scheduler(Stores):
         return batch
 
     def _grow_decode_rows(self) -> None:
-        rows = np.flatnonzero(self.decoding & (self.length < self.limit))
+        rows = self._decode_slots()
+        if len(rows) == 0:
+            return
         needed = (self.length[rows] + self.pool.block_size - 1) // self.pool.block_size
         short = rows[needed > self.num_blocks[rows]]
         if len(short) == 0:
@@ -166,7 +178,9 @@ class Scheduler(Stores):
         return batch
 
     def _find_rows(self) -> _DecodeRows:
-        slots = np.flatnonzero(self.decoding & (self.length < self.limit)).astype(np.int32)
+        slots = self._decode_slots()
+        if len(slots) == 0:
+            return _DecodeRows(slots, slots, slots, [], slots, 1)
         length = self.length[slots]
         room = self.num_blocks[slots] * self.pool.block_size - length + 1
         steps = np.minimum(room, self.limit[slots] - length)
@@ -176,17 +190,16 @@ class Scheduler(Stores):
             np.arange(len(slots), dtype=np.int32),
             [s for s in (self.slots[slot] for slot in slots.tolist()) if s is not None],
             self.epochs[slots],
-            int(steps.min()) if len(slots) else 1,
+            int(steps.min()),
         )
 
     def _add_chunks(self, batch: Batch, chunks: list[tuple[Sequence, int]]) -> None:
-        tokens, positions, slots, seq_slots, seq_lens, starts, sample_rows = [], [], [], [], [], [0], []
+        tokens, positions, seq_slots, seq_lens, starts, sample_rows = [], [], [], [], [0], []
         drawn: list[Sequence] = []
         for sequence, count in chunks:
             first, end = sequence.scheduled, sequence.scheduled + count
             tokens.append(sequence.ids(first, end))
-            positions.append(np.arange(first, end, dtype=np.int32))
-            slots.append(np.full(count, sequence.slot, np.int32))
+            positions.append(self._positions[first:end])
             seq_slots.append(sequence.slot)
             seq_lens.append(end)
             starts.append(starts[-1] + count)
@@ -197,19 +210,22 @@ class Scheduler(Stores):
                 sample_rows.append(batch.num_decode + starts[-1] - 1)
                 drawn.append(sequence)
                 self.prefilling.remove(sequence)
-                self.decoding[sequence.slot] = True
-                self.rows_changed = True
-                self.length[sequence.slot] = end + 1
         batch.token_ids = np.concatenate([batch.token_ids, *tokens])
         batch.positions = np.concatenate([batch.positions, *positions])
-        batch.slots = np.concatenate([batch.slots, *slots])
         batch.seq_slots = np.array(seq_slots, np.int32)
         batch.seq_lens = np.array(seq_lens, np.int32)
         batch.q_starts = np.array(starts, np.int32)
+        runs = np.repeat(batch.seq_slots, batch.q_starts[1:] - batch.q_starts[:-1])
+        batch.slots = np.concatenate([batch.slots, runs]) if batch.num_decode else runs
         new_slots = np.array([s.slot for s in drawn], np.int32)
+        new_lens = np.array([len(s.tokens) for s in drawn], np.int32)
+        if drawn:
+            self.decoding[new_slots] = True
+            self.length[new_slots] = new_lens + 1
+            self.rows_changed = True
         batch.sample_rows = np.concatenate([batch.sample_rows, np.array(sample_rows, np.int32)])
         batch.sample_slots = np.concatenate([batch.sample_slots, new_slots])
-        batch.sample_lens = np.concatenate([batch.sample_lens, np.array([len(s.tokens) for s in drawn], np.int32)])
+        batch.sample_lens = np.concatenate([batch.sample_lens, new_lens])
         batch.runs = [sequence for sequence, _ in chunks]
         batch.sequences = batch.sequences + drawn
 

@@ -10,11 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from itertools import chain
+from functools import lru_cache
+from operator import neg
 
 import numpy as np
 
-from minivllm.batch import SlotSetup
+from minivllm.batch import Ints, SlotSetup
 from minivllm.block_pool import BlockPool
 from minivllm.request import IntegrityError
 from minivllm.sampler import NUM_SLOT_WORDS, slot_words
@@ -26,6 +27,12 @@ _MAX_ENDS = 8  # end ids a slot compares in one numpy call; sequences with more 
 def ceil_div(a: int, b: int) -> int:
     """Return a / b rounded up."""
     return -(-a // b)
+
+
+@lru_cache(64)
+def _ends_row(end_ids: frozenset[int]) -> Ints:
+    ends = sorted(end_ids)[:_MAX_ENDS]
+    return np.array(ends + [-1] * (_MAX_ENDS - len(ends)), np.int32)
 
 
 class Stores:
@@ -82,15 +89,11 @@ class Stores:
             self.append_blocks(slot, blocks)
         request = sequence.request
         self.limit[slot] = request.limit
-        self.ends[slot] = -1
-        ends = sorted(request.end_ids)[:_MAX_ENDS]
-        self.ends[slot, : len(ends)] = ends
+        self.ends[slot] = _ends_row(request.end_ids)
         self.special[slot] = sequence.special
         self.num_special += sequence.special
         self.host_logits += request.params.logits_fn is not None
-        base = slot * self.state_stride
-        words = slot_words(request, sequence.sample)
-        self.updates += chain.from_iterable(zip(range(base, base + len(words)), words, strict=True))
+        self._update(slot * self.state_stride, slot_words(request, sequence.sample))
         bias = request.bias()
         if request.params.uses_counts or bias:
             self.setups.append(
@@ -103,13 +106,18 @@ class Stores:
             sequence.admitted_at = time.perf_counter()
             sequence.cached_at_first = sequence.cached_tokens
 
+    def _update(self, at: int, words: Seq[int]) -> None:
+        """Note words that the device's state is to hold from this place on."""
+        pairs = [0] * (2 * len(words))
+        pairs[::2], pairs[1::2] = range(at, at + len(words)), words
+        self.updates += pairs
+
     def append_blocks(self, slot: int, blocks: Seq[int]) -> None:
         """Add blocks to the end of a slot's row."""
         at = int(self.num_blocks[slot])
-        base = slot * self.state_stride + NUM_SLOT_WORDS + at
         end = at + len(blocks)
         self.table[slot, at:end] = blocks
-        self.updates += chain.from_iterable(zip(range(base, base + len(blocks)), blocks, strict=True))
+        self._update(slot * self.state_stride + NUM_SLOT_WORDS + at, blocks)
         self.num_blocks[slot] = end
         sequence = self.slots[slot]
         if sequence is not None and end > sequence.max_blocks:
@@ -152,8 +160,7 @@ class Stores:
         self.special[slot] = False
         self.length[slot] = 0
         self.host_logits -= sequence.params.logits_fn is not None
-        self.free_slots.append(slot)
-        self.free_slots.sort(reverse=True)
+        bisect.insort(self.free_slots, slot, key=neg)  # the lowest last, to be taken first
         if sequence in self.prefilling:
             self.prefilling.remove(sequence)
         if sequence in self.restoring:
@@ -195,7 +202,7 @@ class Stores:
 
     def row(self, slot: int) -> list[int]:
         """Return a slot's blocks in order."""
-        return [int(b) for b in self.table[slot, : self.num_blocks[slot]]]
+        return list(self.table[slot, : self.num_blocks[slot]].tolist())
 
     @property
     def running(self) -> list[Sequence]:
