@@ -234,8 +234,7 @@ class Calls:
 
     def _add(self, prompts: Seq[Any], params: Params) -> list[Request]:
         make = self._maker()
-        pairs = intake.pair(make.convert(prompts), params)
-        return self._take_on([make(p, q, i) for i, (p, q) in enumerate(pairs)])
+        return self._take_on([make(p, q, i) for i, (p, q) in enumerate(intake.pair(make.convert(prompts), params))])
 
     def _take_on(self, requests: list[Request]) -> list[Request]:
         """Commit requests that the caller is to be handed."""
@@ -261,11 +260,11 @@ class Calls:
         requests = [r for r in made if isinstance(r, Request)]
         try:
             self._commit(requests)
-            self._drive(requests, progress)
+            done = iter(self._drive(requests, progress))
         except BaseException:
             self._cancel(requests)
             raise
-        answers = [r.to_generation() if isinstance(r, Request) else r for r in made]
+        answers = [next(done) if isinstance(r, Request) else r for r in made]
         if on_error == "raise":
             for answer, request in zip(answers, made, strict=True):
                 if answer.error is not None and isinstance(request, Request):
@@ -273,20 +272,21 @@ class Calls:
                     raise RequestError(f"prompt {answer.index}: {answer.error}", answer) from cause
         return answers
 
-    def _drive(self, requests: Seq[Request], progress: bool = False) -> None:
-        """Step until these requests have ended."""
-        left = deque(requests)
+    def _drive(self, requests: Seq[Request], progress: bool = False) -> list[Generation]:
+        """Step until these requests have ended and return their answers."""
+        left, answers = deque(requests), dict[Request, Generation | None].fromkeys(requests)
         with intake.progress_bar(requests, progress) as update:
             while left:
                 while left and left[0].done:
                     left.popleft()
-                if left:
-                    self._advance(left[0])
+                if left:  # what ends is made into an answer while the device works on the others
+                    answers.update((r, r.to_generation()) for r in self._advance(left[0]) if r in answers)
                 if progress:
                     update(sum(r.done for r in requests))
+        return [answer or r.to_generation() for r, answer in answers.items()]  # others' steps ended the rest
 
-    def _advance(self, request: Request) -> None:
-        """Take a step for a request that has not ended.
+    def _advance(self, request: Request) -> list[Request]:
+        """Take a step for a request that has not ended; return the requests, anybody's, that ended in it.
 
         What a step raises has ended the requests it concerns, and their callers learn of it there; where it ended none,
         it is raised here, since going on would change nothing.
@@ -295,10 +295,11 @@ class Calls:
         try:
             with self._turn():
                 if not request.done:  # another thread's step may have ended it meanwhile
-                    self._step()
+                    return self._step()
         except Exception:
             if not request.done and (self._closed or self._counts["error"] == failed):
                 raise
+        return []
 
     def _deltas(self, requests: Seq[Request]) -> Generator[Delta, None, None]:
         cursors = [Cursor(r, s) for r in requests for s in r.sequences]

@@ -65,8 +65,7 @@ class Handle:
         >>> len(engine.submit([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True)).result().token_ids)
         2
         """
-        self._engine._drive([self._request])
-        generation = self._request.to_generation()
+        [generation] = self._engine._drive([self._request])
         if generation.error is not None:
             cause = next((s.exception for s in self._request.sequences if s.exception is not None), None)
             raise RequestError(generation.error, generation) from cause
