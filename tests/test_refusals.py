@@ -7,7 +7,7 @@ import inspect
 import numpy as np
 import pytest
 import torch
-from engines import assert_empty, fake_engine, greedy, tiny_engine
+from engines import FAKE_VOCAB, assert_empty, fake_engine, greedy, tiny_engine
 from tiny import tiny_model
 
 from minivllm import AsyncEngine, BatchEngine, Handle
@@ -38,6 +38,47 @@ def test_a_tensor_that_cannot_be_read_is_no_prompt(name):
 def assert_empty_but_cached(engine):
     engine.check_integrity()
     assert engine.queue == [] and not engine._requests and not any(engine._scheduler.pool.refs)
+
+
+# Lists of ints are checked together: one that is bad must be found among good ones, and harm none of them.
+BAD = {
+    "a bool": ([5, True], "prompt 1 must be a str or a list of ints"),
+    "a float": ([5, 1.5, 6], "prompt 1 must be a str or a list of ints"),
+    "a text in a list": ([5, "i" * 5], "prompt 1 must be a str or a list of ints"),
+    "nothing": ([], "prompt 1 is empty"),
+    "a negative id": ([5, -1], "prompt 1: token id -1 at place 1 is outside the vocabulary"),
+    "an id beyond 32 bits": ([2**40, 5], "prompt 1: token id 1099511627776 at place 0 is outside the vocabulary"),
+    "an id beyond the vocabulary": ([5, 6, FAKE_VOCAB], f"prompt 1: token id {FAKE_VOCAB} at place 2 is outside"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_one_bad_list_among_good_ones_is_named_and_the_others_run(name):
+    bad, message = BAD[name]
+    engine, prompts = fake_engine(), [[4, 5], bad, (6, 7), [8, np.int64(9)], np.array([1, 2])]
+    for call in (engine.generate, engine.stream):
+        with pytest.raises((TypeError, ValueError), match=message):
+            call(prompts)
+    assert engine.stats.requests == 0
+    answers = engine.generate(prompts, greedy(2), on_error="return")
+    assert message in answers[1].error
+    rest = [answers[i].prompt_token_ids for i in (0, 2, 3, 4)]
+    assert rest == [[4, 5], [6, 7], [8, 9], [1, 2]] and {type(i) for ids in rest for i in ids} == {int}
+    assert_empty_but_cached(engine)
+
+
+def test_lists_that_a_caller_gave_or_got_are_the_callers():
+    engine, prompts = fake_engine(), [[4, 5, 6], [7, 8]]
+    stream = engine.stream(prompts, greedy(3))
+    handle = engine.submit(prompts[0], greedy(3))
+    prompts[0][:] = [9]
+    assert sorted({delta.index for delta in stream}) == [0, 1]
+    first = handle.result()
+    first.prompt_token_ids.clear()
+    first.token_ids.clear()
+    again = handle.result()
+    assert (again.prompt_token_ids, len(again.token_ids)) == ([4, 5, 6], 3)
+    assert again.token_ids == engine.generate([4, 5, 6], greedy(3))[0].token_ids
 
 
 def test_a_refusal_shows_the_beginning_of_what_was_given_on_one_line(path):
