@@ -47,36 +47,64 @@ def suits(model: Model) -> bool:
 
 def hidden_states(model: Model, inputs: Inputs, cache: Cache, keep_all: bool) -> States:
     """Do what `minivllm.model.Model.forward` does; the last norm's second half is left to a head that can do it."""
-    eps, layers = model.config.rms_norm_eps, model.layers
-    residual, rows = ops.embed_and_weigh(
-        model.embed, layers[0].input_norm, inputs.token_ids, inputs.slots, cache.last_tokens, inputs.first
-    )
-    norms = [*(layer.input_norm for layer in layers[1:]), model.norm]  # after each layer
-    for i, (layer, norm) in enumerate(zip(layers, norms, strict=True)):
-        q = _queries(model, layer.qkv, rows, inputs, cache, i)
-        x, residual = model.attend(q, residual, inputs, cache, i, keep_all)
-        rows = _add_and_weigh(layer.o, residual, x.flatten(1), layer.post_norm, _ROWS_OF_O_JOINED)
-        x = layer.gate_up(rows.x, square_sums=rows.square_sums, eps=eps)
-        if norm is model.norm and not model.lm_head.uses_wgmma:  # a vocabulary that is no multiple of 8
-            return ops.rms_norm(residual, norm, eps, partials=layer.down.add_to(residual, x))
-        rows = _add_and_weigh(layer.down, residual, x, norm, _ROWS_OF_DOWN_JOINED)
-    return rows
+    return _Walk(model, inputs, cache).run(keep_all)
 
 
-def _queries(model: Model, qkv: ops.Linear, rows: ops.Weighed, inputs: Inputs, cache: Cache, i: int) -> Tensor:
-    """Return the rotated queries; keys and values are in layer i's cache then."""
-    eps, heads = model.config.rms_norm_eps, model.config.num_q_heads
-    where = (model.cos_sin, inputs.positions, inputs.slots, cache.block_table, cache.kv[i])
-    if rows.x.shape[0] <= _ROWS_OF_QKV_JOINED:
-        return qkv.rope_kv(rows, eps, *where, settled=True)
-    if qkv.leaves_sums(rows.x):
-        sums = qkv.begin(rows.x)
-        return ops.rope_kv(sums, *where, heads, eps=eps, square_sums=rows.square_sums, settled=True)
-    return ops.rope_kv(qkv(rows.x, square_sums=rows.square_sums, eps=eps), *where, heads, settled=True)
+class _Walk:
+    """One pass through the layers.
 
+    What a layer leaves for the next kernel lies where the layer before had it. An allocation takes the host as long as
+    a launch, and those who read what is written over have ended by then.
+    """
 
-def _add_and_weigh(product: ops.Linear, residual: Tensor, x: Tensor, norm: Tensor, joined: int) -> ops.Weighed:
-    many = product.num_chunks > 1 and not product.leaves_sums(x)
-    if many or x.shape[0] <= joined:
-        return product.add_and_weigh(residual, x, norm)
-    return ops.weigh_rows(residual, norm, partials=product.add_to(residual, x))
+    def __init__(self, model: Model, inputs: Inputs, cache: Cache) -> None:
+        self.model, self.inputs, self.cache = model, inputs, cache
+        self.eps = model.config.rms_norm_eps
+        self.residual, self.rows = ops.embed_and_weigh(
+            model.embed, model.layers[0].input_norm, inputs.token_ids, inputs.slots, cache.last_tokens, inputs.first
+        )
+        self.sums: dict[tuple[int, int], Tensor] = {}  # of chunks, by a product's width and its rows
+
+    def run(self, keep_all: bool) -> States:
+        model, layers = self.model, self.model.layers
+        norms = [*(layer.input_norm for layer in layers[1:]), model.norm]  # after each layer
+        for i, (layer, norm) in enumerate(zip(layers, norms, strict=True)):
+            q = self.queries(layer.qkv, i)
+            x, self.residual = model.attend(q, self.residual, self.inputs, self.cache, i, keep_all)
+            self.add_and_weigh(layer.o, x.flatten(1), layer.post_norm, _ROWS_OF_O_JOINED)
+            x = layer.gate_up(self.rows.x, square_sums=self.rows.square_sums, eps=self.eps)
+            if norm is model.norm and not model.lm_head.uses_wgmma:  # a vocabulary that is no multiple of 8
+                return ops.rms_norm(self.residual, norm, self.eps, partials=layer.down.add_to(self.residual, x))
+            self.add_and_weigh(layer.down, x, norm, _ROWS_OF_DOWN_JOINED)
+        return self.rows
+
+    def queries(self, qkv: ops.Linear, i: int) -> Tensor:
+        """Return the rotated queries; keys and values are in layer i's cache then."""
+        model, inputs, cache, (x, square_sums) = self.model, self.inputs, self.cache, self.rows
+        where = (model.cos_sin, inputs.positions, inputs.slots, cache.block_table, cache.kv[i])
+        heads = model.config.num_q_heads
+        if x.shape[0] <= _ROWS_OF_QKV_JOINED:
+            return qkv.rope_kv(self.rows, self.eps, *where, settled=True)
+        if qkv.leaves_sums(x):
+            sums = self.begin(qkv, x)
+            return ops.rope_kv(sums, *where, heads, eps=self.eps, square_sums=square_sums, settled=True)
+        return ops.rope_kv(qkv(x, square_sums=square_sums, eps=self.eps), *where, heads, settled=True)
+
+    def add_and_weigh(self, product: ops.Linear, x: Tensor, norm: Tensor, joined: int) -> None:
+        """Add a product to the residual, and weigh that for the product after the norm."""
+        residual = self.residual
+        out = self.rows if self.rows.x.shape == residual.shape else None  # the last layer may have fewer
+        leaves = product.leaves_sums(x)
+        if (product.num_chunks > 1 and not leaves) or x.shape[0] <= joined:
+            self.rows = product.add_and_weigh(residual, x, norm, out)
+        elif leaves:
+            self.rows = ops.weigh_rows(residual, norm, self.begin(product, x), out)
+        else:
+            self.rows = ops.weigh_rows(product(x, residual=residual), norm, out=out)
+
+    def begin(self, product: ops.Linear, x: Tensor) -> Tensor:
+        """Leave the sums of a product's chunks to the next kernel."""
+        key = (product.out_size, x.shape[0])
+        if key not in self.sums:
+            self.sums[key] = product.empty_sums(x)
+        return product.begin(x, self.sums[key])

@@ -188,8 +188,15 @@ class Linear:
         _C.linear_leaders(out, noted, x, self.weight, self.bias, self.num_chunks, slots, state, square_sums, eps)
         return out
 
-    def begin(self, x: Tensor) -> Tensor:
+    def begin(self, x: Tensor, sums: Tensor | None = None) -> Tensor:
         """Multiply rows, and leave the last additions to the kernel after it where that is faster.
+
+        Parameters
+        ----------
+        x
+            ``[num_tokens, in_size]``; rows may be apart.
+        sums
+            What `empty_sums` gave for as many rows: written to and returned, if sums are.
 
         Returns
         -------
@@ -199,9 +206,13 @@ class Linear:
         """
         if not self.leaves_sums(x):
             return self(x)
-        sums = torch.empty((self.num_chunks, x.shape[0], self.out_size), dtype=torch.float32, device=x.device)
+        sums = self.empty_sums(x) if sums is None else sums
         _C.linear(sums, x, self.weight, self.out_size, None, _C.EPILOGUE_NONE, self.num_chunks)
         return sums
+
+    def empty_sums(self, x: Tensor) -> Tensor:
+        """Allocate what `begin` may leave of these rows, ``float32[num_chunks, num_tokens, out_size]``."""
+        return torch.empty((self.num_chunks, x.shape[0], self.out_size), dtype=torch.float32, device=x.device)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor | None:
         """Add the product to ``residual``, in place, or return the sums that are still to be added to it.
@@ -213,7 +224,7 @@ class Linear:
         self(x, residual=residual)
         return None
 
-    def add_and_weigh(self, residual: Tensor, x: Tensor, norm_weight: Tensor) -> Weighed:
+    def add_and_weigh(self, residual: Tensor, x: Tensor, norm_weight: Tensor, out: Weighed | None = None) -> Weighed:
         """Add the product to ``residual``, in place, and do the first half of the RMSNorm of its new rows.
 
         Parameters
@@ -225,6 +236,8 @@ class Linear:
             ``[num_tokens, in_size]``; rows may be apart.
         norm_weight
             ``[out_size]``, of the norm that follows.
+        out
+            Written to and returned, where given.
 
         Returns
         -------
@@ -236,7 +249,7 @@ class Linear:
         ValueError
             A shape, dtype or device does not fit, or the kernel for Hopper does not take the product.
         """
-        weighed = empty_weighed(residual)
+        weighed = empty_weighed(residual) if out is None else out
         _C.linear_residual_norm(residual, *weighed, x, self.weight, norm_weight, self.bias, self.num_chunks)
         return weighed
 

@@ -50,7 +50,7 @@ def empty_weighed(rows: Tensor) -> Weighed:
     return Weighed(x, torch.empty(shape, dtype=torch.float32, device=rows.device))
 
 
-def weigh_rows(residual: Tensor, weight: Tensor, partials: Tensor | None = None) -> Weighed:
+def weigh_rows(residual: Tensor, weight: Tensor, partials: Tensor | None = None, out: Weighed | None = None) -> Weighed:
     """Do the first half of an RMSNorm (https://arxiv.org/abs/1910.07467); for CUDA, in bfloat16 or float16.
 
     Parameters
@@ -62,6 +62,8 @@ def weigh_rows(residual: Tensor, weight: Tensor, partials: Tensor | None = None)
         ``[hidden_size]``, the norm's.
     partials
         ``float32[num_partials, num_rows, hidden_size]``, what `Linear.add_to` left: added to ``residual`` first.
+    out
+        Written to and returned, where given.
 
     Returns
     -------
@@ -73,7 +75,7 @@ def weigh_rows(residual: Tensor, weight: Tensor, partials: Tensor | None = None)
     ValueError
         A shape, dtype, device or alignment does not fit.
     """
-    weighed = empty_weighed(residual)
+    weighed = empty_weighed(residual) if out is None else out
     _C.weigh_rows(weighed.x, weighed.square_sums, residual, weight, partials)
     return weighed
 

@@ -152,6 +152,24 @@ def test_wide_tiles_weigh(columns: int, tokens: int, dtype: torch.dtype) -> None
         assert same_bits(found.square_sums, expected.square_sums)
 
 
+@pytest.mark.parametrize("tokens", [1, 40, 130, 300])
+def test_what_is_given_is_written_to(tokens: int) -> None:
+    linear, norm = ops.Linear(matrix(2048, 2048)), near_one(2048)
+    x, before = random(tokens, 2048), random(tokens, 2048)
+    residual = before.clone()
+    expected = linear.add_and_weigh(residual, x, norm)
+    out = ops.Weighed(torch.full_like(expected.x, math.nan), torch.full_like(expected.square_sums, math.nan))
+    assert linear.add_and_weigh(before.clone(), x, norm, out) is out
+    assert same_bits(out.x, expected.x) and same_bits(out.square_sums, expected.square_sums)
+    out.x.fill_(math.nan)
+    assert ops.weigh_rows(residual, norm, out=out) is out
+    assert same_bits(out.x, expected.x)
+    sums = linear.empty_sums(x).fill_(math.nan)
+    begun = linear.begin(x, sums)
+    assert (begun is sums) == linear.leaves_sums(x)
+    assert same_bits(begun, linear.begin(x))
+
+
 def test_add_and_weigh_with_a_bias() -> None:
     linear, norm = ops.Linear(matrix(2048, 2048), random(2048)), near_one(2048)
     for tokens in (1, 17, 40, 64):
