@@ -86,7 +86,7 @@ class _Walk:
         if x.shape[0] <= _ROWS_OF_QKV_JOINED:
             return qkv.rope_kv(self.rows, self.eps, *where, settled=True)
         if qkv.leaves_sums(x):
-            sums = self.begin(qkv, x)
+            sums = qkv.begin(x, self.sums_of(qkv, x))
             return ops.rope_kv(sums, *where, heads, eps=self.eps, square_sums=square_sums, settled=True)
         return ops.rope_kv(qkv(x, square_sums=square_sums, eps=self.eps), *where, heads, settled=True)
 
@@ -94,17 +94,18 @@ class _Walk:
         """Add a product to the residual, and weigh that for the product after the norm."""
         residual = self.residual
         out = self.rows if self.rows.x.shape == residual.shape else None  # the last layer may have fewer
-        leaves = product.leaves_sums(x)
-        if (product.num_chunks > 1 and not leaves) or x.shape[0] <= joined:
+        many = product.num_chunks > 1 and not product.leaves_sums(x)
+        if many or x.shape[0] <= joined:
             self.rows = product.add_and_weigh(residual, x, norm, out)
-        elif leaves:
-            self.rows = ops.weigh_rows(residual, norm, self.begin(product, x), out)
         else:
-            self.rows = ops.weigh_rows(product(x, residual=residual), norm, out=out)
+            partials = product.add_to(residual, x, self.sums_of(product, x))
+            self.rows = ops.weigh_rows(residual, norm, partials, out)
 
-    def begin(self, product: ops.Linear, x: Tensor) -> Tensor:
-        """Leave the sums of a product's chunks to the next kernel."""
+    def sums_of(self, product: ops.Linear, x: Tensor) -> Tensor | None:
+        """Return where a product leaves the sums of its chunks, if it does."""
+        if not product.leaves_sums(x):
+            return None
         key = (product.out_size, x.shape[0])
         if key not in self.sums:
             self.sums[key] = product.empty_sums(x)
-        return product.begin(x, self.sums[key])
+        return self.sums[key]

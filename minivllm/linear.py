@@ -214,13 +214,13 @@ class Linear:
         """Allocate what `begin` may leave of these rows, ``float32[num_chunks, num_tokens, out_size]``."""
         return torch.empty((self.num_chunks, x.shape[0], self.out_size), dtype=torch.float32, device=x.device)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor | None:
+    def add_to(self, residual: Tensor, x: Tensor, sums: Tensor | None = None) -> Tensor | None:
         """Add the product to ``residual``, in place, or return the sums that are still to be added to it.
 
-        ``rms_norm`` takes what is returned as its ``partials``.
+        ``rms_norm`` takes what is returned as its ``partials``; ``sums`` is as for `begin`.
         """
         if self.leaves_sums(x):
-            return self.begin(x)
+            return self.begin(x, sums)
         self(x, residual=residual)
         return None
 
