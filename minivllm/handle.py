@@ -83,7 +83,9 @@ class Handle:
         return self._engine._deltas([self._request])
 
     def cancel(self) -> None:
-        """End it now, wherever it is; what it has is kept as the result. Nothing happens where it has ended.
+        """End it, wherever it is, now or with the step that another thread takes; what it has is kept as the result.
+
+        Nothing happens where it has ended.
 
         Examples
         --------

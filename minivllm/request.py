@@ -45,6 +45,8 @@ def shown(value: object, most: int = 80) -> str:
         text = " ".join(repr(value).split())
     except ValueError:  # an int of more digits than Python prints
         text = "a very large int"
+    except RecursionError:
+        text = f"a {type(value).__name__} nested too deeply to be shown"
     return text if len(text) <= most else f"{text[:most]}…"
 
 

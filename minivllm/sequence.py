@@ -226,7 +226,7 @@ class Sequence:
             token_ids=self.output,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            logprobs=self.logprobs,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
             error=self.error,
         )
 
@@ -305,7 +305,8 @@ class Request:
             stop_reason=first.stop_reason,
             seed=self.seed,
             logprobs=first.logprobs,
-            prompt_logprobs=self.prompt_logprobs,
+            # A copy: while a fork goes on with the prompt, more of them come.
+            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
             samples=samples,
             error=next((s.error for s in samples if s.error is not None), None),
             stats=stats,

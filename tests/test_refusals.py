@@ -40,12 +40,17 @@ def assert_empty_but_cached(engine):
     assert engine.queue == [] and not engine._requests and not any(engine._scheduler.pool.refs)
 
 
+DEEP: list = []
+for _ in range(5000):
+    DEEP = [DEEP]
+
 # Lists of ints are checked together: one that is bad must be found among good ones, and harm none of them.
 BAD = {
     "a bool": ([5, True], "prompt 1 must be a str or a list of ints"),
     "a float": ([5, 1.5, 6], "prompt 1 must be a str or a list of ints"),
     "a text in a list": ([5, "i" * 5], "prompt 1 must be a str or a list of ints"),
     "nothing": ([], "prompt 1 is empty"),
+    "lists without end": ([5, DEEP], "prompt 1 must be a str or a list of ints, not a list nested too deeply"),
     "a negative id": ([5, -1], "prompt 1: token id -1 at place 1 is outside the vocabulary"),
     "an id beyond 32 bits": ([2**40, 5], "prompt 1: token id 1099511627776 at place 0 is outside the vocabulary"),
     "an id beyond the vocabulary": ([5, 6, FAKE_VOCAB], f"prompt 1: token id {FAKE_VOCAB} at place 2 is outside"),
@@ -70,15 +75,27 @@ def test_one_bad_list_among_good_ones_is_named_and_the_others_run(name):
 def test_lists_that_a_caller_gave_or_got_are_the_callers():
     engine, prompts = fake_engine(), [[4, 5, 6], [7, 8]]
     stream = engine.stream(prompts, greedy(3))
-    handle = engine.submit(prompts[0], greedy(3))
+    handle = engine.submit(prompts[0], greedy(3, logprobs=1, prompt_logprobs=1))
     prompts[0][:] = [9]
     assert sorted({delta.index for delta in stream}) == [0, 1]
     first = handle.result()
-    first.prompt_token_ids.clear()
-    first.token_ids.clear()
+    for own in (first.prompt_token_ids, first.token_ids, first.logprobs, first.prompt_logprobs):
+        own.clear()
     again = handle.result()
     assert (again.prompt_token_ids, len(again.token_ids)) == ([4, 5, 6], 3)
+    assert (len(again.prompt_logprobs), len(again.logprobs)) == (3, 3)
     assert again.token_ids == engine.generate([4, 5, 6], greedy(3))[0].token_ids
+
+
+def test_an_answer_does_not_change_while_a_fork_goes_on_with_its_prompt(path):
+    with tiny_engine(path) as engine:
+        handle = engine.submit([5, 6, 7, 8], greedy(3, prompt_logprobs=1))
+        [fork] = handle.fork(1)
+        handle.cancel()
+        answer = handle.result()
+        assert answer.prompt_logprobs == [None] * 4
+        assert fork.result().prompt_logprobs[0] is None and fork.result().prompt_logprobs[1:] != [None] * 3
+        assert answer.prompt_logprobs == [None] * 4
 
 
 def test_a_refusal_shows_the_beginning_of_what_was_given_on_one_line(path):
