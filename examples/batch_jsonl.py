@@ -3,7 +3,8 @@
     python examples/batch_jsonl.py IN.jsonl OUT.jsonl [MODEL]
 
 A line of IN is {"prompt": TEXT or TOKEN IDS} and may name sampling parameters beside ("max_tokens": 50). Prompts that
-cannot be served are answered with an error; the others run. `minivllm generate` does the same and more.
+cannot be served are answered with an error; the others run. Parameters that do not exist end it before it begins.
+`minivllm generate` does the same and more.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ def main() -> None:
     source, target = Path(sys.argv[1]), Path(sys.argv[2])
     jobs = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
     prompts = [job.pop("prompt") for job in jobs]
-    params = [SamplingParams(**{"max_tokens": 32, **job}) for job in jobs]
+    try:
+        params = [SamplingParams(**{"max_tokens": 32, **job}) for job in jobs]
+    except (TypeError, ValueError) as error:
+        sys.exit(f"{source}: {error}")
 
     with BatchEngine(chosen_model(3)) as engine:
         answers = engine.generate(prompts, params, on_error="return", progress=True)

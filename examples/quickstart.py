@@ -61,7 +61,8 @@ def main() -> None:
                 print(f"step {len(history):3}: {'; '.join(words)}; {len(engine.queue)} in the queue")
         seconds = time.perf_counter() - start
 
-        print(f"\n{len(history)} steps, left to right: which prompt had the slot, or . where it was free")
+        drawn = f"{len(history)} steps" if len(history) <= WIDTH else f"{len(history)} steps in {WIDTH} columns"
+        print(f"\n{drawn}, left to right: which prompt had the slot, or . where it was free")
         print(f"{picture(history)}\n")
         answers = [handle.result() for handle in handles]
         for question, answer in zip(QUESTIONS, answers, strict=True):

@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm import intake
-from minivllm.calls import Cursor, OnError
+from minivllm.calls import OnError
+from minivllm.cursor import Cursor
 from minivllm.engine import BatchEngine
 from minivllm.intake import Params
 from minivllm.request import Delta, EngineClosedError, Generation, Logprobs, RequestError, SamplingParams, shown

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from minivllm import intake, saving
 from minivllm.config import ModelConfig
+from minivllm.cursor import Cursor
 from minivllm.defaults import Sizes
 from minivllm.handle import Handle
 from minivllm.intake import Params
+from minivllm.keywords import explained
 from minivllm.lock import FairLock
 from minivllm.request import Delta, EngineClosedError, Generation, RequestError, SamplingParams, shown
 from minivllm.scheduler import Scheduler
-from minivllm.sequence import Request, Sequence
+from minivllm.sequence import Request
 from minivllm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -28,30 +30,6 @@ if TYPE_CHECKING:
     from minivllm.runner import Runner
 
 OnError = Literal["raise", "return"]
-
-
-class Cursor:
-    """Remember how much of a sample its reader has seen."""
-
-    def __init__(self, request: Request, sequence: Sequence) -> None:
-        self._request, self._sequence = request, sequence
-        self._num_tokens = self._num_chars = 0
-        self.finished = False
-
-    def pull(self) -> Delta | None:
-        """Return what is new, if anything."""
-        sequence = self._sequence
-        if sequence.state != "ended" and not sequence.params.stop:
-            sequence.advance_text()
-        tokens = sequence.tokens[sequence.prompt_len + self._num_tokens :]
-        text = sequence.text.text[self._num_chars :]
-        self.finished = sequence.state == "ended"
-        if not tokens and not text and not self.finished:
-            return None
-        self._num_tokens += len(tokens)
-        self._num_chars += len(text)
-        reason = sequence.finish_reason if self.finished else None
-        return Delta(self._request.index, sequence.sample, text, tokens, reason)
 
 
 class DeltaStream(Iterator[Delta]):
@@ -109,6 +87,7 @@ class Calls:
         def _take_inbox(self) -> None: ...
         def _collect(self, keep: int) -> None: ...
 
+    @explained
     def generate(
         self,
         prompts: intake.Prompts,
@@ -172,6 +151,7 @@ class Calls:
         """
         return self._answer(intake.render(self.tokenizer, conversations, template), params, on_error, progress)
 
+    @explained
     def stream(self, prompts: intake.Prompts, params: Params = None) -> DeltaStream:
         """Yield what is new of each prompt's answer as tokens come; closing the iterator cancels what is left.
 
@@ -183,6 +163,7 @@ class Calls:
         """
         return DeltaStream(self, self._add(intake.as_prompts(prompts), params))
 
+    @explained
     def submit(self, prompt: str | Seq[int], params: SamplingParams | None = None) -> Handle:
         """Queue one prompt and return at once, from any thread. See `Handle`.
 

@@ -41,8 +41,8 @@ examples:
     "bench": """MODEL may be random:llama-3.2-1b, a model of that shape with random weights, made in the cache folder
 ($MINIVLLM_CACHE, else ~/.cache/minivllm).
 
-workloads: latency_b1, decode_b8 to decode_b256, mixed_256, prefill_8k and prefill_32x1k on a card, cpu_b1 and
-cpu_b8 on the CPU, start on both. The number after b is how many requests run at once.
+workloads: by default latency_b1, decode_b8 to decode_b256, mixed_256, prefill_8k and prefill_32x1k on a card, cpu_b1
+and cpu_b8 on the CPU, start on both. The number after b is how many requests run at once.
 
 examples:
   minivllm bench random:llama-3.2-1b --output h200.json

@@ -53,7 +53,7 @@ def _check_head_dim(head_dim: int, device: torch.device, dtype: torch.dtype) -> 
         raise ValueError(f"head_dim {head_dim} is not served on {device.type} in {dtype}, only {which}")
 
 
-def _check_memory(sizes: Sizes, config: ModelConfig, dtype: torch.dtype) -> None:
+def _check_memory(sizes: Sizes, config: ModelConfig, dtype: torch.dtype, kv_cache_bytes: int | None) -> None:
     """Refuse what no moment of this machine could hold; the system would grant it and end the process later."""
     rows = -(-sizes.max_seq_len // sizes.block_size)
     wanted = {
@@ -67,6 +67,8 @@ def _check_memory(sizes: Sizes, config: ModelConfig, dtype: torch.dtype) -> None
     for name, size in wanted.items():
         if size > there:
             value = getattr(sizes, name)
+            if name == "num_blocks" and kv_cache_bytes is not None:  # which they follow from
+                name, value = "kv_cache_bytes", kv_cache_bytes
             raise ValueError(f"{name} = {value} takes {size} bytes or more, and this machine has {there}: lower it")
 
 
@@ -117,5 +119,5 @@ def choose_sizes(
         raise ValueError(f"kv_cache_bytes {kv_cache_bytes} holds {blocks} blocks; at most {_MOST[0]} are served")
     sizes = Sizes(slots, block, blocks, length, step)
     if not gpu:
-        _check_memory(sizes, config, dtype)
+        _check_memory(sizes, config, dtype, kv_cache_bytes)
     return sizes

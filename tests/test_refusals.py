@@ -87,6 +87,25 @@ def test_lists_that_a_caller_gave_or_got_are_the_callers():
     assert again.token_ids == engine.generate([4, 5, 6], greedy(3))[0].token_ids
 
 
+def test_sampling_parameters_as_keywords_are_shown_their_place(path):
+    engine = fake_engine()
+    for call in (engine.generate, engine.stream, engine.submit):
+        with pytest.raises(TypeError, match=rf"{call.__name__} takes no max_tokens: pass params=SamplingParams"):
+            call([4, 5], max_tokens=3)
+        with pytest.raises(TypeError, match=r"max_new_tokens: pass params=SamplingParams\(max_tokens=...\)"):
+            call([4, 5], max_new_tokens=3)
+        with pytest.raises(TypeError, match=rf"{call.__name__} takes no param, only prompts?, params"):
+            call([4, 5], param=greedy(3))
+    assert engine.stats.requests == 0
+
+
+def test_a_cache_that_is_too_large_is_named_as_it_was_given(path):
+    with pytest.raises(ValueError, match=f"kv_cache_bytes = {10**12} takes"):
+        tiny_engine(path, num_blocks=None, kv_cache_bytes=10**12)
+    with pytest.raises(ValueError, match=f"num_blocks = {10**9} takes"):
+        tiny_engine(path, num_blocks=10**9)
+
+
 def test_an_answer_does_not_change_while_a_fork_goes_on_with_its_prompt(path):
     with tiny_engine(path) as engine:
         handle = engine.submit([5, 6, 7, 8], greedy(3, prompt_logprobs=1))
