@@ -16,8 +16,9 @@ from minivllm.calls import OnError
 from minivllm.cursor import Cursor
 from minivllm.engine import BatchEngine
 from minivllm.intake import Params
-from minivllm.request import Delta, EngineClosedError, Generation, Logprobs, RequestError, SamplingParams, shown
+from minivllm.request import Delta, EngineClosedError, Generation, Logprobs, RequestError, SamplingParams
 from minivllm.sequence import Request
+from minivllm.shown import shown
 
 logger = logging.getLogger("minivllm")
 

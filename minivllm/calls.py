@@ -19,9 +19,10 @@ from minivllm.handle import Handle
 from minivllm.intake import Params
 from minivllm.keywords import explained
 from minivllm.lock import FairLock
-from minivllm.request import Delta, EngineClosedError, Generation, RequestError, SamplingParams, shown
+from minivllm.request import Delta, EngineClosedError, Generation, RequestError, SamplingParams
 from minivllm.scheduler import Scheduler
 from minivllm.sequence import Request
+from minivllm.shown import shown
 from minivllm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -14,7 +14,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minivllm.config import read_json
-from minivllm.request import SamplingParams, shown
+from minivllm.keywords import place_of
+from minivllm.request import SamplingParams
+from minivllm.shown import shown
 
 
 class _Generation(Extension):
@@ -114,9 +116,8 @@ def check_variables(variables: Mapping[str, Any]) -> None:
     for name, value in variables.items():
         if isinstance(value, SamplingParams):
             raise TypeError(f"{name} is no variable of a chat template: pass it as params")
-        field = "max_tokens" if name in ("max_new_tokens", "max_completion_tokens") else name
-        if field in SamplingParams.__dataclass_fields__:
-            raise TypeError(f"{name} is no variable of a chat template: pass params=SamplingParams({field}=...)")
+        if place := place_of(name):
+            raise TypeError(f"{name} is no variable of a chat template: {place}")
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from minivllm.request import shown
 from minivllm.rope import RopeConfig, cos_sin_table, positive
+from minivllm.shown import shown
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from minivllm.config import ModelConfig
-from minivllm.request import shown
+from minivllm.shown import shown
 
 _MOST = (2**31 - 1, 2**63 - 1)  # of a count, which is an int32 on the device, and of bytes
 

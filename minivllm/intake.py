@@ -17,9 +17,10 @@ from minivllm.batch import Ints
 from minivllm.chat_template import check_variables
 from minivllm.config import ModelConfig
 from minivllm.defaults import Sizes
-from minivllm.request import MAX_SAMPLES, Generation, SamplingParams, shown
+from minivllm.request import MAX_SAMPLES, Generation, SamplingParams
 from minivllm.sampler import MAX_BIAS, derive_seed
 from minivllm.sequence import Request, Sequence
+from minivllm.shown import shown
 from minivllm.stores import ceil_div
 from minivllm.tokenizer import Tokenizer
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from minivllm.config import ModelConfig, read_json, resolve_dtype
-from minivllm.request import shown
 from minivllm.safetensors_file import StoredTensor, read_header, refuse_lfs_pointer
+from minivllm.shown import shown
 from minivllm.transfer import FileReader
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

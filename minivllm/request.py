@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from minivllm import html
+from minivllm.shown import shown
 
 if TYPE_CHECKING:
     import torch
@@ -37,17 +38,6 @@ class RequestError(RuntimeError):
     def __init__(self, message: str, generation: Generation | None = None) -> None:
         super().__init__(message)
         self.generation = generation
-
-
-def shown(value: object, most: int = 80) -> str:
-    """Return what an error message shows of a value: its beginning, on one line."""
-    try:
-        text = " ".join(repr(value).split())
-    except ValueError:  # an int of more digits than Python prints
-        text = "a very large int"
-    except RecursionError:
-        text = f"a {type(value).__name__} nested too deeply to be shown"
-    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _is_int(value: object) -> bool:

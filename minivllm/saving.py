@@ -15,8 +15,9 @@ from minivllm.config import ModelConfig
 from minivllm.fingerprint import fingerprint
 from minivllm.intake import RequestMaker
 from minivllm.loader import stored_tensors
-from minivllm.request import Logprob, Logprobs, SamplingParams, shown
+from minivllm.request import Logprob, Logprobs, SamplingParams
 from minivllm.sequence import Request, Sequence
+from minivllm.shown import shown
 from minivllm.whole_file import written_whole
 
 _FORMAT = "minivllm-request-2"

@@ -67,10 +67,6 @@ class Scheduler(Stores):
             admitted.append(sequence)
         return admitted
 
-    def _prompt_budget(self) -> int:
-        """Return how many prompt tokens the next step may compute."""
-        return max(self.max_step_tokens - len(self._decode_slots()), 1)
-
     def _decode_slots(self) -> Ints:
         """Return the slots that draw a further token in the next step."""
         if len(self.free_slots) + len(self.prefilling) == self.num_slots:
@@ -118,7 +114,7 @@ class Scheduler(Stores):
             self._grow_decode_rows()
             self.rows_changed = True  # blocks at least
         chunks: list[tuple[Sequence, int]] = []
-        budget = self._prompt_budget() if self.prefilling else 0
+        budget = max(self.max_step_tokens - len(self._decode_slots()), 1) if self.prefilling else 0
         for sequence in list(self.prefilling):
             count = min(len(sequence.tokens) - sequence.scheduled, budget)
             if count <= 0 or sequence.slot < 0:

@@ -202,7 +202,8 @@ class Stores:
 
     def row(self, slot: int) -> list[int]:
         """Return a slot's blocks in order."""
-        return list(self.table[slot, : self.num_blocks[slot]].tolist())
+        blocks: list[int] = self.table[slot, : self.num_blocks[slot]].tolist()
+        return blocks
 
     @property
     def running(self) -> list[Sequence]:

@@ -18,12 +18,13 @@ from starlette.exceptions import HTTPException
 
 from minivllm import __version__
 from minivllm.aio import AsyncEngine, AsyncHandle
-from minivllm.request import EngineClosedError, Generation, SamplingParams, shown
+from minivllm.request import EngineClosedError, Generation, SamplingParams
 from minivllm.server.answers import Answer, ChatAnswer, CompletionAnswer, events, fault, internal_error
 from minivllm.server.gate import Gate, Json, error_body
 from minivllm.server.live import register_live
 from minivllm.server.metrics import Metrics
 from minivllm.server.protocol import COMPLETION_TOKENS, BadRequestError, Body, ChatBody, CompletionBody
+from minivllm.shown import shown
 
 MAX_BODY_BYTES = 8 << 20
 MAX_QUEUE = 1024
